@@ -20,6 +20,8 @@ html_theme = "sphinx_book_theme"
 html_title = project
 html_show_sourcelink = False
 html_copy_source = False
+html_show_search_summary = False  # summaries are fetched, which a browser refuses for files
+html_context = {"default_mode": "auto"}
 html_theme_options = {"use_download_button": False, "show_toc_level": 2, "navbar_persistent": []}
 
 nb_execution_mode = "off"
@@ -30,6 +32,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_inherit_docstrings = False
 autodoc_default_options = {"members": True, "undoc-members": True}
 
 # What a directive at the head of a cell means for the page
@@ -41,11 +44,16 @@ CHAPTERS = "```{toctree}\n:glob:\n:hidden:\n:caption: Chapters\n\n[0-9]*\n```"
 
 
 def symbols():
-    """Short name -> full name of everything exported, from nbdev's index; names two modules share are left alone."""
+    """Short name -> full name of everything exported, from nbdev's index; ambiguous names are left out."""
     index = importlib.import_module(f"{PACKAGE}._modidx").d["syms"]
     pairs = [(full.removeprefix(f"{module}."), full) for module, names in index.items() for full in names]
     shorts = [short for short, _ in pairs]
-    return {s: full for s, full in pairs if shorts.count(s) == 1 and not s.rpartition(".")[2].startswith("_")}
+    modules = {module.rpartition(".")[2] for module in index}
+    return {
+        short: full
+        for short, full in pairs
+        if shorts.count(short) == 1 and short not in modules and not short.rpartition(".")[2].startswith("_")
+    }
 
 
 def link_names(text, known):
@@ -93,10 +101,29 @@ def notebook_page(app, docname, source):
     source[0] = json.dumps(notebook)
 
 
+def plain_line(line):
+    """One line of a docstring with everything escaped but its `names`."""
+    parts = re.split("`+", line)
+    if len(parts) % 2 == 0:
+        parts = [line.replace("`", "'")]
+    escaped = [re.sub(r"([*|\\]|_\b)", r"\\\1", part) for part in parts[::2]]
+    names = [f"``{name}``" for name in parts[1::2]] + [""]
+    return "".join(text + name for text, name in zip(escaped, names, strict=True))
+
+
+def plain_text(lines):
+    """Docstrings here are plain text with `names`: nothing else in them is markup, and line breaks stay."""
+    lines = [plain_line(line) for line in lines]
+    head = lines.index("") if "" in lines else len(lines)
+    return lines[:head] + [f"| {line}" if line.strip() else line for line in lines[head:]]
+
+
 def argument_notes(app, what, name, obj, options, lines):
-    """The comments behind arguments, as fields of the API entry."""
+    """The docstring as plain text, then the comments behind arguments as fields of the API entry."""
     from fastcore.docments import docments
 
+    if getattr(obj, "__module__", getattr(obj, "__name__", "")).startswith(PACKAGE):
+        lines[:] = plain_text(lines)
     if what not in ("function", "method", "class"):
         return
     try:

@@ -3,7 +3,7 @@
 python tests/bench_loss.py [--threads 1] [--repeats 5]
 
 Both sides run in turn in one process, forward and backward, in float32 on the CPU; torchaudio's kernel uses one thread
-whatever it is given. Two comparisons:
+whatever it is given. On a machine that has other work, trust CPU time with one thread. Two comparisons:
 losses alone    full: the gradient of rnnt_loss with respect to given logits (B, T, S+1, V).
                 pruned: the four steps from lm (B, S+1, V) and am (B, T, V) for the simple loss, and two more of these
                 whose pruned halves are added to give the logits; the gradient with respect to all four.
@@ -47,12 +47,12 @@ def pruned_losses(lm, am, lm_side, am_side, joint, symbols, boundary):
 
 
 def seconds(loss, inputs):
-    "Time of one forward and backward pass."
+    "Wall time and CPU time of one forward and backward pass."
     for x in inputs:
         x.grad = None
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     loss().backward()
-    return time.perf_counter() - start
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def comparisons():
@@ -94,9 +94,11 @@ def main():
     print(f"median of {args.repeats}")
     for name, (full, full_inputs, pruned, pruned_inputs) in comparisons().items():
         seconds(pruned, pruned_inputs)  # warm-up
-        times = [(seconds(full, full_inputs), seconds(pruned, pruned_inputs)) for _ in range(args.repeats)]
-        slow, fast = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{name:15s} torchaudio {1e3 * slow:6.0f} ms   four steps {1e3 * fast:6.1f} ms   1/{slow / fast:.1f}")
+        times = [(*seconds(full, full_inputs), *seconds(pruned, pruned_inputs)) for _ in range(args.repeats)]
+        wall, cpu, wall_pruned, cpu_pruned = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+        for kind, slow, fast in (("wall", wall, wall_pruned), ("CPU", cpu, cpu_pruned)):
+            line = f"{name}, {kind} time"
+            print(f"{line:25s} torchaudio {slow:6.0f} ms   four steps {fast:6.1f} ms   1/{slow / fast:.1f}")
 
 
 if __name__ == "__main__":

@@ -262,7 +262,11 @@ print("ok", rank)
 def test_each_rank_gets_its_own_streams_back(tmp_path):
     children = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)], stdout=subprocess.PIPE,
                                  stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) for rank in (0, 1)]
-    outputs = [child.communicate(timeout=120) for child in children]
+    try:
+        outputs = [child.communicate(timeout=900) for child in children]
+    finally:
+        for child in children:
+            child.kill()
     assert [out.strip() for out, _ in outputs] == ["ok 0", "ok 1"], outputs
     state = c.load_training_state(tmp_path / "epoch-1.pt")
     assert len(state["ranks"]) == 2 and list(state["model"]) == ["weight", "bias"]

@@ -43,7 +43,9 @@ def browser(tmp_path_factory):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     os.environ.setdefault("SE_AVOID_STATS", "true")
     found = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    found.set_page_load_timeout(120)
+    found.set_page_load_timeout(300)
+    found.get("about:blank")
+    complaints(found)  # what the browser asked itself while it started
     yield found
     found.quit()
 

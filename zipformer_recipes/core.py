@@ -105,6 +105,7 @@ class DataOptions:
     num_workers: int = 0  # loader processes per rank; 0 = load in the training process
     use_mux: bool = False  # mix source-domain speech into the training data
     mux_hours_ratio: float = 0.25  # share of source speech in an epoch, by hours
+    compare_mux: bool = False  # the finetune notebook also trains with source speech mixed in, as the control
     enable_spec_aug: bool = True  # SpecAugment: time warp, frequency and time masks
     spec_aug_after: int = 0  # epochs trained before SpecAugment begins
 

@@ -40,7 +40,9 @@ VOICE_PACKAGES = ("flite", "espeak-ng")
 def cache_folder(cfg=None) -> Path:
     "Where downloads and synthetic speech are kept: `cfg.cache_dir`, `$ZIPFORMER_RECIPES_CACHE` or the user's cache."
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    named = (cfg.cache_dir if cfg else "") or os.environ.get("ZIPFORMER_RECIPES_CACHE") or Path(home) / "zipformer_recipes"
+    named = (
+        (cfg.cache_dir if cfg else "") or os.environ.get("ZIPFORMER_RECIPES_CACHE") or Path(home) / "zipformer_recipes"
+    )
     Path(named).mkdir(parents=True, exist_ok=True)
     return Path(named).resolve()
 
@@ -48,14 +50,22 @@ def cache_folder(cfg=None) -> Path:
 def run_tool(*command: str, cwd: Path = None) -> str:
     "Standard output of a command; `ToolError` with its last words when it is missing or fails."
     try:
-        return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+        return subprocess.run(
+            command, cwd=cwd, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+        ).stdout
     except FileNotFoundError:
-        raise ToolError(f"the program {command[0]} is not on this machine", where=" ".join(command[:3]),
-                        remedy="use Debian or Ubuntu, or bring your own corpus: --corpus FILE.csv with columns audio,text") from None
+        raise ToolError(
+            f"the program {command[0]} is not on this machine",
+            where=" ".join(command[:3]),
+            remedy="use Debian or Ubuntu, or bring your own corpus: --corpus FILE.csv with columns audio,text",
+        ) from None
     except subprocess.CalledProcessError as e:
         words = (e.stderr or e.stdout).strip().splitlines()[-3:]
-        raise ToolError(f"{command[0]} failed: {' / '.join(words)}", where=" ".join(command),
-                        remedy="run `sudo apt-get update` and try again, or use --corpus FILE.csv") from None
+        raise ToolError(
+            f"{command[0]} failed: {' / '.join(words)}",
+            where=" ".join(command),
+            remedy="run `sudo apt-get update` and try again, or use --corpus FILE.csv",
+        ) from None
 
 # %% ../nbs/02_corpus.ipynb #f5e2f8b6
 def needed_packages(*names: str) -> list[str]:
@@ -74,13 +84,17 @@ def package_index(names: list[str]) -> dict[str, dict[str, str]]:
         fields = dict(re.findall(r"(?m)^(Package|Version|Size|SHA256): (.*)$", block))
         found.setdefault(fields.get("Package", ""), fields)
     if unknown := [n for n in names if n not in found]:
-        raise ToolError(f"apt does not know {', '.join(unknown)}", remedy="run `sudo apt-get update` once, then try again")
+        raise ToolError(
+            f"apt does not know {', '.join(unknown)}", remedy="run `sudo apt-get update` once, then try again"
+        )
     return {n: found[n] for n in names}
 
 # %% ../nbs/02_corpus.ipynb #a39b1cdb
-def fetch_packages(names: tuple[str, ...],  # Debian packages
-                   cache: Path,             # cache folder
-                   with_dependencies: bool = False) -> Path:  # also what the system lacks of their dependencies
+def fetch_packages(
+    names: tuple[str, ...],  # Debian packages
+    cache: Path,  # cache folder
+    with_dependencies: bool = False,
+) -> Path:  # also what the system lacks of their dependencies
     "Download, check (size, SHA-256) and unpack packages without root; the folder that holds their files."
     root = cache / "unpacked" / "+".join(names)
     if (root / ".complete").exists():
@@ -107,10 +121,13 @@ def checked_package(folder: Path, name: str, fields: dict[str, str]) -> Path:
         if len(data) == int(fields["Size"]) and hashlib.sha256(data).hexdigest() == fields["SHA256"]:
             return path
         path.unlink()
-    raise DataError(f"the download of {name} is damaged or incomplete", where=str(folder), remedy="run the same command again")
+    raise DataError(
+        f"the download of {name} is damaged or incomplete", where=str(folder), remedy="run the same command again"
+    )
 
 # %% ../nbs/02_corpus.ipynb #6abb5e16
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen".split()
+ONES += "fifteen sixteen seventeen eighteen nineteen".split()
 TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
@@ -127,11 +144,33 @@ def number_words(digits: str) -> str:
 
 # %% ../nbs/02_corpus.ipynb #b674fcf3
 SPOKEN = {  # written -> spoken, as whole words; misspellings of the list are corrected to what is said
-    "*": "star", "#": "pound", "@": "at", "a.m.": "a m", "p.m.": "p m", "pbx": "p b x", "ip": "i p", "iax": "i a x",
-    "www.asterisk.org": "w w w dot asterisk dot org", "3d": "three d", "28.8": "twenty eight point eight", "h.323": "h three two three",
-    "usb": "u s b", "ivr": "i v r", "mgcp": "m g c p", "ss7": "s s seven", "thru": "through", "umute": "unmute", "fourtieth": "fortieth",
-    "represenatives": "representatives", "exclaimation-point": "exclamation point", "un-indentified": "unidentified",
-    "witheld": "withheld", "&": "and", "+": "plus", "%": "percent", "inter-asterisk": "inter asterisk",
+    "*": "star",
+    "#": "pound",
+    "@": "at",
+    "a.m.": "a m",
+    "p.m.": "p m",
+    "pbx": "p b x",
+    "ip": "i p",
+    "iax": "i a x",
+    "www.asterisk.org": "w w w dot asterisk dot org",
+    "3d": "three d",
+    "28.8": "twenty eight point eight",
+    "h.323": "h three two three",
+    "usb": "u s b",
+    "ivr": "i v r",
+    "mgcp": "m g c p",
+    "ss7": "s s seven",
+    "thru": "through",
+    "umute": "unmute",
+    "fourtieth": "fortieth",
+    "represenatives": "representatives",
+    "exclaimation-point": "exclamation point",
+    "un-indentified": "unidentified",
+    "witheld": "withheld",
+    "&": "and",
+    "+": "plus",
+    "%": "percent",
+    "inter-asterisk": "inter asterisk",
 }
 
 
@@ -176,12 +215,15 @@ def split_of(text: str) -> str:
     return next(name for name, end in SPLITS if point < end)
 
 # %% ../nbs/02_corpus.ipynb #87b56dfd
-TARGET_DIGEST = "46f2c73e2fe4186cb71b6677be1d48d6679015eac28e417a0bf9767e3de14161"  # transcripts and audio of version 1.6.1
+TARGET_DIGEST = (
+    "46f2c73e2fe4186cb71b6677be1d48d6679015eac28e417a0bf9767e3de14161"  # transcripts and audio of version 1.6.1
+)
 
 
 def target_entries(cache: Path) -> tuple[list[dict], list[dict]]:
-    "Rows (id, audio, text, split) of the embedded real speech and what was left out; `DataError` when the contents differ."
+    "Rows (id, audio, text, split) of the embedded real speech, and what was left out. Raises `DataError`."
     import gzip
+
     root = fetch_packages(TARGET_PACKAGES, cache)
     listing, sounds = next(root.rglob("core-sounds-en.txt.gz")), next(root.rglob("activated.wav")).parent
     entries, left_out = parse_transcripts(gzip.decompress(listing.read_bytes()).decode())
@@ -189,12 +231,18 @@ def target_entries(cache: Path) -> tuple[list[dict], list[dict]]:
     left_out += [{"id": n, "reason": "no audio", "text": t} for n, t in entries.items() if n not in audio]
     known = set(entries) | {r["id"] for r in left_out}
     left_out += [{"id": n, "reason": "no transcript", "text": ""} for n in audio if n not in known]
-    rows = [{"id": f"target-{n.replace('/', '-')}", "audio": audio[n], "text": t, "split": split_of(t)}
-            for n, t in entries.items() if n in audio]
+    rows = [
+        {"id": f"target-{n.replace('/', '-')}", "audio": audio[n], "text": t, "split": split_of(t)}
+        for n, t in entries.items()
+        if n in audio
+    ]
     digest = hashlib.sha256(repr([(r["id"], r["text"], r["audio"].stat().st_size) for r in rows]).encode()).hexdigest()
     if digest != TARGET_DIGEST:
-        raise DataError("the embedded corpus is not the one this book was measured on", where=f"{root} ({digest[:12]})",
-                        remedy="delete the cache folder and run again; if it stays, use --corpus FILE.csv")
+        raise DataError(
+            "the embedded corpus is not the one this book was measured on",
+            where=f"{root} ({digest[:12]})",
+            remedy="delete the cache folder and run again; if it stays, use --corpus FILE.csv",
+        )
     return rows, left_out
 
 # %% ../nbs/02_corpus.ipynb #5d26e32b
@@ -209,8 +257,13 @@ def load_grammar() -> tuple[dict[str, list[str]], list[str], list[int]]:
         elif line and not line.startswith("#"):
             name, _, words = line.partition(": ")
             classes[name] = [w.strip() for w in (words.split("|") if "|" in words or "{" in words else words.split())]
-    classes["word"] = sorted({w for n in ("noun", "tnoun", "verb", "tverb", "past", "tpast", "adj", "tadj", "adv", "aux", "phonetic")
-                              for w in classes[n]})
+    classes["word"] = sorted(
+        {
+            w
+            for n in ("noun", "tnoun", "verb", "tverb", "past", "tpast", "adj", "tadj", "adv", "aux", "phonetic")
+            for w in classes[n]
+        }
+    )
     return classes, patterns, weights
 
 
@@ -222,7 +275,9 @@ def expand(pattern: str, rng: random.Random) -> str:
     return pattern
 
 # %% ../nbs/02_corpus.ipynb #c2f55b66
-def source_sentences(count: int, split: str = "train", seed: int = 1, forbidden: frozenset[str] = frozenset()) -> list[str]:
+def source_sentences(
+    count: int, split: str = "train", seed: int = 1, forbidden: frozenset[str] = frozenset()
+) -> list[str]:
     "The first `count` different sentences of a split (train, dev or test by hash), none of them in `forbidden`."
     _, patterns, weights = load_grammar()
     rng, seen, out = random.Random(seed), set(), []
@@ -236,9 +291,13 @@ def source_sentences(count: int, split: str = "train", seed: int = 1, forbidden:
 
 # %% ../nbs/02_corpus.ipynb #c1e9cf36
 FLITE = ("slt", "slt", "rms", "awb", "kal16")
-ESPEAK = tuple(f"{lang}+{v}" for lang in ("en-us", "en-gb", "en-gb-scotland") for v in ("f1", "f2", "f3", "f4", "m1", "m3", "m5", "m7"))
+ESPEAK = tuple(
+    f"{lang}+{v}"
+    for lang in ("en-us", "en-gb", "en-gb-scotland")
+    for v in ("f1", "f2", "f3", "f4", "m1", "m3", "m5", "m7")
+)
 TELEPHONE_RATE = 8000  # Hz
-MEAN_SECONDS = 2.5     # of a sentence, measured below
+MEAN_SECONDS = 2.5  # of a sentence, measured below
 
 
 def voice_of(text: str, seed: int = 0) -> dict:
@@ -246,19 +305,50 @@ def voice_of(text: str, seed: int = 0) -> dict:
     rng = random.Random(hashlib.sha256(f"{seed} {text}".encode()).digest())
     engine = "flite" if rng.random() < 0.75 else "espeak-ng"
     voice = rng.choice(FLITE if engine == "flite" else ESPEAK)
-    tract = rng.choice((0.95, 1.0, 1.05, 1.1) if voice == "slt" else (1.0, 1.05, 1.1, 1.15, 1.2)) if engine == "flite" else 1.0
-    return {"engine": engine, "voice": voice, "tract": tract, "stretch": round(rng.uniform(0.85, 1.3), 2),
-            "pitch": round(rng.uniform(0.8, 1.3), 2), "gain_db": round(rng.uniform(-12, 0), 1)}
+    tract = (
+        rng.choice((0.95, 1.0, 1.05, 1.1) if voice == "slt" else (1.0, 1.05, 1.1, 1.15, 1.2))
+        if engine == "flite"
+        else 1.0
+    )
+    return {
+        "engine": engine,
+        "voice": voice,
+        "tract": tract,
+        "stretch": round(rng.uniform(0.85, 1.3), 2),
+        "pitch": round(rng.uniform(0.8, 1.3), 2),
+        "gain_db": round(rng.uniform(-12, 0), 1),
+    }
 
 # %% ../nbs/02_corpus.ipynb #0ffe66f5
 def speech_command(root: Path, text: str, voice: dict, wav: Path) -> list[str]:
     "Command line that speaks `text` into `wav` with the unpacked flite or espeak-ng."
     if voice["engine"] == "flite":
         mean = {"slt": 170, "rms": 100, "awb": 120, "kal16": 105}[voice["voice"]]
-        return [str(root / "usr/bin/flite"), "-voice", voice["voice"], "--setf", f"duration_stretch={voice['stretch'] * voice['tract']:.3f}",
-                "--setf", f"int_f0_target_mean={mean * voice['pitch']:.0f}", "-t", text.lower(), "-o", str(wav)]
-    return [str(root / "usr/bin/espeak-ng"), "-v", voice["voice"], "-s", str(int(165 / voice["stretch"])),
-            "-p", str(int(50 * voice["pitch"])), "-w", str(wav), text.lower()]
+        return [
+            str(root / "usr/bin/flite"),
+            "-voice",
+            voice["voice"],
+            "--setf",
+            f"duration_stretch={voice['stretch'] * voice['tract']:.3f}",
+            "--setf",
+            f"int_f0_target_mean={mean * voice['pitch']:.0f}",
+            "-t",
+            text.lower(),
+            "-o",
+            str(wav),
+        ]
+    return [
+        str(root / "usr/bin/espeak-ng"),
+        "-v",
+        voice["voice"],
+        "-s",
+        str(int(165 / voice["stretch"])),
+        "-p",
+        str(int(50 * voice["pitch"])),
+        "-w",
+        str(wav),
+        text.lower(),
+    ]
 
 
 def speech_environment(root: Path) -> dict[str, str]:
@@ -273,12 +363,21 @@ def synthesize(text: str, out: Path, root: Path, seed: int = 0) -> float:
     voice = voice_of(text, seed)
     wav = out.with_suffix(f".{os.getpid()}.wav")
     try:
-        done = subprocess.run(speech_command(root, text, voice, wav), env=speech_environment(root), capture_output=True, text=True)
+        done = subprocess.run(
+            speech_command(root, text, voice, wav), env=speech_environment(root), capture_output=True, text=True
+        )
     except FileNotFoundError:
-        raise ToolError(f"{voice['engine']} is not installed", where=str(root), remedy="run `zipformer-recipes corpus`, or bring your own "
-                        "--corpus FILE.csv") from None
+        raise ToolError(
+            f"{voice['engine']} is not installed",
+            where=str(root),
+            remedy="run `zipformer-recipes corpus`, or bring your own --corpus FILE.csv",
+        ) from None
     if done.returncode or not wav.exists():
-        raise ToolError(f"{voice['engine']} failed: {done.stderr.strip()[-200:]}", where=text, remedy="delete the cache folder and run again")
+        raise ToolError(
+            f"{voice['engine']} failed: {done.stderr.strip()[-200:]}",
+            where=text,
+            remedy="delete the cache folder and run again",
+        )
     samples, rate = soundfile.read(wav, dtype="float32")
     wav.unlink()
     units = int(round(rate * voice["tract"] / 50))
@@ -295,13 +394,17 @@ def save_flac(path: Path, samples: np.ndarray, rate: int) -> None:
         os.replace(part, path)
     except (OSError, soundfile.LibsndfileError) as e:
         part.unlink(missing_ok=True)
-        raise DiskFullError(f"cannot write audio: {e}", where=str(path), remedy="free space, or choose another --cache-dir") from None
+        raise DiskFullError(
+            f"cannot write audio: {e}", where=str(path), remedy="free space, or choose another --cache-dir"
+        ) from None
 
 # %% ../nbs/02_corpus.ipynb #684603f3
-def source_entries(hours: float,            # hours of training speech
-                   cache: Path,             # cache folder
-                   test_count: int = 200,   # sentences of the source test set; half as many for development
-                   seed: int = 1) -> list[dict]:
+def source_entries(
+    hours: float,  # hours of training speech
+    cache: Path,  # cache folder
+    test_count: int = 200,  # sentences of the source test set; half as many for development
+    seed: int = 1,
+) -> list[dict]:
     "Rows (id, audio, text, split, seconds) of the synthetic source domain, speaking only what the cache does not hold."
     root = fetch_packages(VOICE_PACKAGES, cache, with_dependencies=True)
     forbidden = frozenset(r["text"] for r in target_entries(cache)[0] if r["split"] != "train")
@@ -341,33 +444,47 @@ def problem_of(row: dict) -> str | None:
 
 # %% ../nbs/02_corpus.ipynb #8e6786eb
 def read_csv(path: str) -> list[dict]:
-    "Rows (id, audio, text, split) of a CSV; audio paths are relative to the file; a missing split follows from a hash of the text."
+    "Rows (id, audio, text, split) of a CSV, audio relative to it; a missing split follows from a hash of the text."
     table = Path(path)
     try:
         with open(table, newline="", encoding="utf-8-sig") as f:
             reader = csv.DictReader(f)
             raw, columns = list(reader), set(reader.fieldnames or [])
     except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"the corpus cannot be read: {e}", where=path, remedy="give a UTF-8 CSV with columns audio,text") from None
+        raise DataError(
+            f"the corpus cannot be read: {e}", where=path, remedy="give a UTF-8 CSV with columns audio,text"
+        ) from None
     if not {"audio", "text"} <= columns:
         raise DataError(f"columns are {sorted(columns)}", where=path, remedy="the CSV needs the columns audio and text")
     rows = []
     for n, r in enumerate(raw):
         text, split = spoken_text(r["text"] or ""), (r.get("split") or "").strip()
         if split not in ("", "train", "dev", "test"):
-            raise DataError(f"split is {split!r}", where=f"{path}, row {n + 2}", remedy="use train, dev or test, or leave it empty")
-        rows.append({"id": f"{n:07d}-{Path(r['audio']).stem}", "audio": table.parent / r["audio"], "text": text, "split": split or split_of(text)})
+            raise DataError(
+                f"split is {split!r}", where=f"{path}, row {n + 2}", remedy="use train, dev or test, or leave it empty"
+            )
+        rows.append(
+            {
+                "id": f"{n:07d}-{Path(r['audio']).stem}",
+                "audio": table.parent / r["audio"],
+                "text": text,
+                "split": split or split_of(text),
+            }
+        )
     return rows
 
 # %% ../nbs/02_corpus.ipynb #3dd6dea6
 def quarantine(rows: list[dict], path: Path, limit: float = 0.05) -> list[dict]:
-    "The usable rows; the others are written to `path` with reasons. Raises `DataError` when more than `limit` are unusable."
+    "The usable rows; the others go to `path` with reasons. Raises `DataError` when more than `limit` are unusable."
     bad = [{**r, "audio": str(r["audio"]), "reason": why} for r in rows if (why := problem_of(r))]
     atomic_write(path, lambda f: f.write("".join(json.dumps(b) + "\n" for b in bad).encode()))
     if len(bad) > limit * len(rows):
         first = "; ".join(f"{b['audio']}: {b['reason']}" for b in bad[:3])
-        raise DataError(f"{len(bad)} of {len(rows)} utterances cannot be used ({first})", where=str(path),
-                        remedy="repair or remove them; the list has them all with reasons")
+        raise DataError(
+            f"{len(bad)} of {len(rows)} utterances cannot be used ({first})",
+            where=str(path),
+            remedy="repair or remove them; the list has them all with reasons",
+        )
     ids = {b["id"] for b in bad}
     return [r for r in rows if r["id"] not in ids]
 
@@ -375,8 +492,18 @@ def quarantine(rows: list[dict], path: Path, limit: float = 0.05) -> list[dict]:
 def cuts_of_rows(rows: list[dict], sampling_rate: int = 16000) -> CutSet:
     "One lhotse cut per row, one supervision each, resampled to the model's rate (telephone audio is upsampled)."
     recordings = [Recording.from_file(r["audio"], recording_id=r["id"]) for r in rows]
-    supervisions = [SupervisionSegment(id=r["id"], recording_id=r["id"], start=0.0, duration=rec.duration, channel=0, text=r["text"],
-                                       language="English") for r, rec in zip(rows, recordings, strict=True)]
+    supervisions = [
+        SupervisionSegment(
+            id=r["id"],
+            recording_id=r["id"],
+            start=0.0,
+            duration=rec.duration,
+            channel=0,
+            text=r["text"],
+            language="English",
+        )
+        for r, rec in zip(rows, recordings, strict=True)
+    ]
     cuts = CutSet.from_manifests(RecordingSet.from_recordings(recordings), SupervisionSet.from_segments(supervisions))
     return CutSet.from_cuts(c.resample(sampling_rate).with_id(c.supervisions[0].id) for c in cuts)
 

@@ -5,16 +5,13 @@
 # %% auto #0
 __all__ = ['Tokenizer', 'train_tokenizer', 'encoder_frames', 'fault_of', 'extractor', 'store_features', 'save_cuts', 'load_cuts',
            'bucket_count', 'sampler_of', 'dry_run', 'mix_cuts', 'spec_augment', 'seed_worker', 'loader_of',
-           'gather_rows', 'usable_cuts', 'check_text', 'summary', 'prepare']
+           'gather_rows', 'usable_cuts', 'check_text', 'summary', 'prepare', 'main']
 
-# %% ../nbs/03_data.ipynb #bfea7094
+# %% ../nbs/03_data.ipynb #63955c51
 import hashlib
 import json
-import logging
 import random
-import shutil
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import sentencepiece
@@ -28,7 +25,6 @@ from zipformer_recipes.core import (
     DataError,
     DiskFullError,
     atomic_write,
-    exit_code,
     nearest,
     open_run,
     parse_cli,
@@ -51,13 +47,25 @@ class Tokenizer:
             self.sp.load(str(path))
         except (OSError, RuntimeError) as e:
             head = Path(path).read_bytes()[:40] if Path(path).is_file() else b""
-            why = "a Git LFS pointer, run `git lfs pull`" if head.startswith(b"version https://git-lfs") else str(e)[:120]
-            raise DataError(f"not a sentencepiece model: {why}", where=str(path), remedy="give the bpe.model beside the checkpoint") from None
+            why = (
+                "a Git LFS pointer, run `git lfs pull`" if head.startswith(b"version https://git-lfs") else str(e)[:120]
+            )
+            raise DataError(
+                f"not a sentencepiece model: {why}", where=str(path), remedy="give the bpe.model beside the checkpoint"
+            ) from None
         if self.sp.id_to_piece(0) not in ("<blk>", "<blank>", "<eps>"):
-            raise DataError(f"piece 0 is {self.sp.id_to_piece(0)!r}, not blank", where=str(path),
-                            remedy="train it with user_defined_symbols <blk>,<sos/eos> as icefall does")
+            raise DataError(
+                f"piece 0 is {self.sp.id_to_piece(0)!r}, not blank",
+                where=str(path),
+                remedy="train it with user_defined_symbols <blk>,<sos/eos> as icefall does",
+            )
 
     vocab_size = property(lambda self: self.sp.get_piece_size())
+
+    @property
+    def piece_sizes(self) -> list[int]:
+        "Letters of each piece, at least 1."
+        return [max(1, len(self.sp.id_to_piece(i).replace("\u2581", ""))) for i in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
         "Token ids of a text."
@@ -74,15 +82,29 @@ class Tokenizer:
 
 # %% ../nbs/03_data.ipynb #9b92bf63
 def train_tokenizer(texts: list[str], path: Path, vocab_size: int = 200) -> Tokenizer:
-    "Train a unigram model laid out as icefall's: `<blk>` 0, `<sos/eos>` 1, `<unk>` 2. Raises `DataError` when the text is too little."
+    "A unigram model laid out as icefall's: `<blk>` 0, `<sos/eos>` 1, `<unk>` 2. Raises `DataError`: too little text."
     import io
+
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=buffer, vocab_size=vocab_size, model_type="unigram", character_coverage=1.0,
-            user_defined_symbols=["<blk>", "<sos/eos>"], unk_id=2, bos_id=-1, eos_id=-1, num_threads=1, minloglevel=2)
+            sentence_iterator=iter(texts),
+            model_writer=buffer,
+            vocab_size=vocab_size,
+            model_type="unigram",
+            character_coverage=1.0,
+            user_defined_symbols=["<blk>", "<sos/eos>"],
+            unk_id=2,
+            bos_id=-1,
+            eos_id=-1,
+            num_threads=1,
+            minloglevel=2,
+        )
     except RuntimeError as e:
-        raise DataError(f"no tokenizer of {vocab_size} pieces from {len(texts)} sentences: {e}", remedy="choose a smaller vocab_size") from None
+        raise DataError(
+            f"no tokenizer of {vocab_size} pieces from {len(texts)} sentences: {e}",
+            remedy="choose a smaller vocab_size",
+        ) from None
     atomic_write(path, lambda f: f.write(buffer.getvalue()))
     return Tokenizer(path)
 
@@ -121,7 +143,9 @@ def store_features(cuts: CutSet, folder: Path, name: str) -> CutSet:
                 stored.append(cut.compute_and_store_features(fbank, writer))
     except OSError as e:
         Path(folder, f"{name}_feats.part.lca").unlink(missing_ok=True)
-        raise DiskFullError(f"features could not be written: {e}", where=str(folder), remedy="free space, or another --run-dir") from None
+        raise DiskFullError(
+            f"features could not be written: {e}", where=str(folder), remedy="free space, or another --run-dir"
+        ) from None
     marker.unlink(missing_ok=True)
     Path(folder, f"{name}_feats.part.lca").replace(features)
     for cut in stored:
@@ -144,11 +168,19 @@ def load_cuts(path, max_utts: int = 0) -> CutSet:
     path = Path(path)
     if not path.is_file():
         near = nearest(path.name, [p.name for p in path.parent.glob("*.jsonl*")]) if path.parent.is_dir() else None
-        raise DataError("there is no such cut manifest", where=str(path), remedy=f"did you mean {near}?" if near else "run the data stage first")
+        raise DataError(
+            "there is no such cut manifest",
+            where=str(path),
+            remedy=f"did you mean {near}?" if near else "run the data stage first",
+        )
     try:
         cuts = list(CutSet.from_file(path))[: max_utts or None]
     except Exception as e:
-        raise DataError(f"the cut manifest cannot be read: {type(e).__name__} {e}", where=str(path), remedy="run the data stage again") from None
+        raise DataError(
+            f"the cut manifest cannot be read: {type(e).__name__} {e}",
+            where=str(path),
+            remedy="run the data stage again",
+        ) from None
     if not cuts:
         raise DataError("the cut manifest is empty", where=str(path), remedy="run the data stage again")
     for cut in cuts:
@@ -163,28 +195,50 @@ def bucket_count(cuts: CutSet, max_duration: float, world_size: int = 1, most: i
     return int(max(2, min(most, hours // (2 * max_duration * world_size), len(cuts) // 2)))
 
 
-def sampler_of(cuts: CutSet, max_duration: float, num_buckets: int = 0, world_size: int = 1, rank: int = 0, seed: int = 0,
-               shuffle: bool = True) -> DynamicBucketingSampler:
+def sampler_of(
+    cuts: CutSet,
+    max_duration: float,
+    num_buckets: int = 0,
+    world_size: int = 1,
+    rank: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+) -> DynamicBucketingSampler:
     "Bucketing sampler that keeps incomplete batches; the same seed gives the same batches."
     buckets = num_buckets or bucket_count(cuts, max_duration, world_size)
     warnings.filterwarnings("ignore", message=".*eagerly read CutSet.*")
-    return DynamicBucketingSampler(cuts, max_duration=max_duration, num_buckets=buckets, shuffle=shuffle, drop_last=False,
-                                   world_size=world_size, rank=rank, seed=seed, buffer_size=max(10000, len(cuts) + 1), num_cuts_for_bins_estimate=len(cuts))
+    return DynamicBucketingSampler(
+        cuts,
+        max_duration=max_duration,
+        num_buckets=buckets,
+        shuffle=shuffle,
+        drop_last=False,
+        world_size=world_size,
+        rank=rank,
+        seed=seed,
+        buffer_size=max(10000, len(cuts) + 1),
+        num_cuts_for_bins_estimate=len(cuts),
+    )
 
 # %% ../nbs/03_data.ipynb #224625e9
 def dry_run(cuts: CutSet, max_duration: float, num_buckets: int = 0, world_size: int = 1, seed: int = 0) -> dict:
-    "Batches on metadata alone: count per rank, share of the audio used, padding share, longest padded batch in seconds."
+    "Batches on metadata alone: count per rank, share of audio used, padding share, largest padded batch (s)."
     ranks = [list(sampler_of(cuts, max_duration, num_buckets, world_size, r, seed)) for r in range(world_size)]
     batches = [b for rank in ranks for b in rank]
     audio = sum(c.duration for b in batches for c in b)
     padded = [max(c.duration for c in b) * len(b) for b in batches]
     used = {c.id for b in batches for c in b}
-    return {"batches_per_rank": [len(r) for r in ranks], "used_share": sum(c.duration for c in cuts if c.id in used) / sum(c.duration for c in cuts),
-            "padding_share": 1 - audio / sum(padded), "largest_batch_s": max(padded), "seconds": audio}
+    return {
+        "batches_per_rank": [len(r) for r in ranks],
+        "used_share": sum(c.duration for c in cuts if c.id in used) / sum(c.duration for c in cuts),
+        "padding_share": 1 - audio / sum(padded),
+        "largest_batch_s": max(padded),
+        "seconds": audio,
+    }
 
 # %% ../nbs/03_data.ipynb #6eba1c2b
 def mix_cuts(target: CutSet, source: CutSet, source_share: float, seed: int) -> CutSet:
-    "The target once, plus random source cuts until they are `source_share` of the hours; which ones follows from the seed."
+    "The target once, plus source cuts drawn by the seed until they are `source_share` of the hours."
     target, source = list(target), list(source)
     want = sum(c.duration for c in target) * source_share / (1 - source_share)
     random.Random(seed).shuffle(source)
@@ -199,8 +253,14 @@ def mix_cuts(target: CutSet, source: CutSet, source_share: float, seed: int) -> 
 # %% ../nbs/03_data.ipynb #89b093cc
 def spec_augment() -> SpecAugment:
     "Time warp, two frequency masks and time masks over at most 15 % of the frames."
-    return SpecAugment(time_warp_factor=80, num_frame_masks=10, features_mask_size=27, num_feature_masks=2, frames_mask_size=40,
-                       max_frames_mask_fraction=0.15)
+    return SpecAugment(
+        time_warp_factor=80,
+        num_frame_masks=10,
+        features_mask_size=27,
+        num_feature_masks=2,
+        frames_mask_size=40,
+        max_frames_mask_fraction=0.15,
+    )
 
 
 def seed_worker(worker: int) -> None:
@@ -208,24 +268,37 @@ def seed_worker(worker: int) -> None:
     fix_random_seed(torch.initial_seed() % 2**31)
 
 
-def loader_of(cuts: CutSet, sampler, augment: bool = False, num_workers: int = 0, seed: int = 0) -> torch.utils.data.DataLoader:
+def loader_of(
+    cuts: CutSet, sampler, augment: bool = False, num_workers: int = 0, seed: int = 0
+) -> torch.utils.data.DataLoader:
     "Loader of dictionaries: `inputs` (N, T, 80), `supervisions` with `text`, `num_frames` and `cut`."
-    dataset = K2SpeechRecognitionDataset(return_cuts=True, input_strategy=PrecomputedFeatures(),
-                                         input_transforms=[spec_augment()] if augment else [])
+    dataset = K2SpeechRecognitionDataset(
+        return_cuts=True, input_strategy=PrecomputedFeatures(), input_transforms=[spec_augment()] if augment else []
+    )
     generator = torch.Generator().manual_seed(seed)
-    return torch.utils.data.DataLoader(dataset, sampler=sampler, batch_size=None, num_workers=num_workers, generator=generator,
-                                       worker_init_fn=seed_worker, persistent_workers=False)
+    return torch.utils.data.DataLoader(
+        dataset,
+        sampler=sampler,
+        batch_size=None,
+        num_workers=num_workers,
+        generator=generator,
+        worker_init_fn=seed_worker,
+        persistent_workers=False,
+    )
 
 # %% ../nbs/03_data.ipynb #7755573b
 def gather_rows(cfg, folder: Path) -> tuple[dict[str, list[dict]], list[dict]]:
     "Rows of each set, and what was left out; from the CSV of `cfg.corpus` or from the embedded corpus."
     from zipformer_recipes.corpus import quarantine
+
     cache = cache_folder(cfg)
     rows, left_out = (read_csv(cfg.corpus), []) if cfg.corpus else target_entries(cache)
     rows = quarantine(rows, folder / "quarantine.jsonl")
     sets = {f"target_{s}": [r for r in rows if r["split"] == s] for s in ("train", "dev", "test")}
     if empty := [s for s, r in sets.items() if not r]:
-        raise DataError(f"{' and '.join(empty)} would be empty", where=cfg.corpus, remedy="give more utterances or a split column")
+        raise DataError(
+            f"{' and '.join(empty)} would be empty", where=cfg.corpus, remedy="give more utterances or a split column"
+        )
     if not cfg.corpus or cfg.source_hours:
         source = source_entries(cfg.source_hours, cache)
         sets |= {f"source_{s}": [r for r in source if r["split"] == s] for s in ("train", "test")}
@@ -240,8 +313,11 @@ def usable_cuts(cuts: CutSet, tokenizer: Tokenizer, folder: Path, name: str) -> 
     new = "".join(json.dumps({"id": i, "set": name, "reason": why}) + "\n" for i, why in faults.items())
     atomic_write(path, lambda f: f.write((old + new).encode()))
     if len(faults) > 0.05 * len(cuts):
-        raise DataError(f"{len(faults)} of {len(cuts)} cuts of {name} cannot be trained on", where=str(path),
-                        remedy="usually the wrong tokenizer or wrong transcripts; the list has the reasons")
+        raise DataError(
+            f"{len(faults)} of {len(cuts)} cuts of {name} cannot be trained on",
+            where=str(path),
+            remedy="usually the wrong tokenizer or wrong transcripts; the list has the reasons",
+        )
     return CutSet.from_cuts(c for c in cuts if c.id not in faults)
 
 # %% ../nbs/03_data.ipynb #cef89ca1
@@ -249,15 +325,21 @@ def check_text(sets: dict[str, CutSet], tokenizer: Tokenizer) -> float:
     "Share of unknown tokens over all sets; `DataError` above 0.5 % (wrong case or alphabet, user-pain D7)."
     share = tokenizer.unknown_share([c.supervisions[0].text for cuts in sets.values() for c in cuts])
     if share > 0.005:
-        raise DataError(f"{share:.1%} of the tokens are <unk>", where=str(tokenizer.path),
-                        remedy="use the tokenizer beside the checkpoint and text in its case and alphabet")
+        raise DataError(
+            f"{share:.1%} of the tokens are <unk>",
+            where=str(tokenizer.path),
+            remedy="use the tokenizer beside the checkpoint and text in its case and alphabet",
+        )
     return share
 
 
 def summary(cuts: CutSet) -> dict:
     "Utterances, minutes and words of a set."
-    return {"utterances": len(cuts), "minutes": round(sum(c.duration for c in cuts) / 60, 2),
-            "words": sum(len(c.supervisions[0].text.split()) for c in cuts)}
+    return {
+        "utterances": len(cuts),
+        "minutes": round(sum(c.duration for c in cuts) / 60, 2),
+        "words": sum(len(c.supervisions[0].text.split()) for c in cuts),
+    }
 
 # %% ../nbs/03_data.ipynb #9a26cadd
 def prepare(cfg) -> dict:
@@ -271,16 +353,36 @@ def prepare(cfg) -> dict:
     rows, left_out = gather_rows(cfg, folder)
     sets = {}
     for name, some in rows.items():
-        sets[name] = store_features(usable_cuts(cuts_of_rows(some), tokenizer, folder, name), folder, name)
+        cuts = cuts_of_rows(some)
+        held = name.endswith("test")  # what is only scored has no loss to break: every utterance counts
+        sets[name] = store_features(cuts if held else usable_cuts(cuts, tokenizer, folder, name), folder, name)
     unknown = check_text(sets, tokenizer)
     if bpe.resolve() != (folder / "bpe.model").resolve():
         atomic_write(folder / "bpe.model", lambda f: f.write(bpe.read_bytes()))
-    report = {"sets": {n: summary(c) for n, c in sets.items()}, "left_out": [dict(r) for r in left_out], "unknown_share": unknown,
-              "quarantined": [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()],
-              "dry_run": dry_run(sets["target_train"], cfg.max_duration, cfg.num_buckets, cfg.world_size, cfg.seed),
-              "buckets": cfg.num_buckets or bucket_count(sets["target_train"], cfg.max_duration, cfg.world_size)}
+    report = {
+        "sets": {n: summary(c) for n, c in sets.items()},
+        "left_out": [dict(r) for r in left_out],
+        "unknown_share": unknown,
+        "quarantined": [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()],
+        "dry_run": dry_run(sets["target_train"], cfg.max_duration, cfg.num_buckets, cfg.world_size, cfg.seed),
+        "buckets": cfg.num_buckets or bucket_count(sets["target_train"], cfg.max_duration, cfg.world_size),
+    }
     if report["dry_run"]["used_share"] < 0.98:
-        raise DataError(f"only {report['dry_run']['used_share']:.0%} of the training audio would be used", where=str(folder),
-                        remedy="lower --max-duration or --num-buckets")
+        raise DataError(
+            f"only {report['dry_run']['used_share']:.0%} of the training audio would be used",
+            where=str(folder),
+            remedy="lower --max-duration or --num-buckets",
+        )
     write_report(cfg.run_dir, "data", report)
     return report
+
+# %% ../nbs/03_data.ipynb #e986a4c7
+def main(argv=None) -> None:
+    "`zipformer-recipes data`: prepare a run's data and print what came of it."
+    report = prepare(parse_cli(argv, prog="zipformer-recipes data"))
+    for name, row in report["sets"].items():
+        print(f"{name:14} {row['utterances']:6} utterances {row['minutes']:8.1f} min {row['words']:7} words")
+    print(f"left out {len(report['left_out'])}, quarantined {len(report['quarantined'])}")
+
+# %% ../nbs/03_data.ipynb #5752fec2
+script_entry(globals())

@@ -6,12 +6,13 @@
 __all__ = ['TRAIN_NAMES', 'VALID_NAMES', 'SOURCE_NAMES', 'LOSS_FRAMES', 'MAX_SKIPPED', 'COUNTERS', 'launched_ranks',
            'check_ranks', 'start_ranks', 'all_ranks', 'precision_of', 'parameter_groups', 'make_optimizer', 'Trainer',
            'find_manifest', 'training_sets', 'find_tokenizer', 'initial_model', 'make_trainer', 'loss_weights',
-           'batch_loss', 'train_update', 'take_step', 'epoch_plan', 'groups_of', 'current_batch_count',
-           'padded_seconds', 'train_epoch', 'train_row', 'metrics_writer', 'validate', 'save_state', 'load_state',
-           'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder', 'describe', 'report_epoch',
-           'finish', 'free_port', 'command_of', 'follow', 'run', 'main']
+           'equal_alignment', 'batch_loss', 'train_update', 'take_step', 'epoch_plan', 'groups_of',
+           'current_batch_count', 'padded_seconds', 'train_epoch', 'train_row', 'metrics_writer', 'validate',
+           'save_state', 'load_state', 'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder',
+           'describe', 'report_epoch', 'finish', 'free_port', 'command_of', 'follow', 'run', 'main', 'read_metrics',
+           'plot_runs']
 
-# %% ../nbs/07_finetune.ipynb #cd6c5696
+# %% ../nbs/07_finetune.ipynb #8c1e009c
 import copy
 import json
 import logging
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ from zipformer_recipes.core import (
     RecipeError,
     RunConfig,
     atomic_write,
+    available_cores,
     load_json,
     open_run,
     parse_cli,
@@ -84,8 +86,11 @@ def check_ranks(cfg) -> None:
     "Raises `ConfigError` when the launcher's rank count is not `world_size`."
     launched = launched_ranks()
     if launched and launched != cfg.world_size:
-        raise ConfigError(f"the launcher started {launched} ranks, --world-size says {cfg.world_size}", "torchrun and --world-size",
-                          f"use --nproc_per_node={cfg.world_size} or --world-size {launched}; without torchrun --world-size starts its own ranks")
+        raise ConfigError(
+            f"the launcher started {launched} ranks, --world-size says {cfg.world_size}",
+            "torchrun and --world-size",
+            f"use --nproc_per_node={cfg.world_size} or --world-size {launched}; without torchrun none is needed",
+        )
 
 # %% ../nbs/07_finetune.ipynb #308fe1de
 def start_ranks(cfg) -> tuple[int, torch.device]:
@@ -115,17 +120,24 @@ def precision_of(cfg, device: torch.device) -> tuple[torch.dtype, str]:
         return torch.bfloat16, ""
     if cfg.use_fp16 and device.type == "cuda":
         return torch.float16, ""
-    return torch.float32, "use_fp16 on a CPU: computing in float32 instead (half precision is slower there and gains no memory)" if cfg.use_fp16 else ""
+    return (
+        torch.float32,
+        "use_fp16 on a CPU: computing in float32 instead (half precision is slower there and gains no memory)"
+        if cfg.use_fp16
+        else "",
+    )
 
 # %% ../nbs/07_finetune.ipynb #46169257
 def parameter_groups(model, base_lr: float, lr_scales: str = "") -> list[dict]:
-    "Groups of named parameters with their rates; `lr_scales` is `prefix=factor,...`, the longest prefix wins. Raises `ConfigError`."
+    "Groups of parameters with their rates; in `lr_scales` (`prefix=factor,...`) the longest prefix wins."
     scales = {}
     for item in filter(None, lr_scales.split(",")):
         prefix, _, factor = item.partition("=")
         scales[prefix] = float(factor)
         if not any(n.startswith(prefix) for n, _ in model.named_parameters()):
-            raise ConfigError(f"no parameter begins with {prefix!r}", "lr_scales", "see the table of tensors in exp/log")
+            raise ConfigError(
+                f"no parameter begins with {prefix!r}", "lr_scales", "see the table of tensors in exp/log"
+            )
     groups = {}
     for name, p in model.named_parameters():
         best = max((k for k in scales if name.startswith(k)), key=len, default=None)
@@ -136,19 +148,25 @@ def parameter_groups(model, base_lr: float, lr_scales: str = "") -> list[dict]:
 def make_optimizer(model, cfg):
     "ScaledAdam and Eden; without `warmup_steps` the rate starts at its full value, as for fine-tuning in icefall."
     optimizer = ScaledAdam(parameter_groups(model, cfg.base_lr, cfg.lr_scales), lr=cfg.base_lr, clipping_scale=2.0)
-    scheduler = Eden(optimizer, cfg.lr_batches, cfg.lr_epochs, warmup_batches=max(1, cfg.warmup_steps),
-                     warmup_start=0.5 if cfg.warmup_steps else 1.0)
+    scheduler = Eden(
+        optimizer,
+        cfg.lr_batches,
+        cfg.lr_epochs,
+        warmup_batches=max(1, cfg.warmup_steps),
+        warmup_start=0.5 if cfg.warmup_steps else 1.0,
+    )
     return optimizer, scheduler
 
 # %% ../nbs/07_finetune.ipynb #01aec9e5
 @dataclass
 class Trainer:
     "All that a training run changes, and the settings it follows."
+
     cfg: RunConfig
     device: torch.device
     rank: int
-    model: torch.nn.Module          # bare
-    wrapped: torch.nn.Module        # the same under DistributedDataParallel, where there is one
+    model: torch.nn.Module  # bare
+    wrapped: torch.nn.Module  # the same under DistributedDataParallel, where there is one
     tokenizer: Tokenizer
     optimizer: ScaledAdam
     scheduler: Eden
@@ -156,12 +174,12 @@ class Trainer:
     dtype: torch.dtype
     model_avg: dict = field(default_factory=dict)
     epoch: int = 1
-    batch_in_epoch: int = 0         # batches of this epoch trained
-    updates: int = 0                # optimiser steps in all
-    skipped: int = 0                # updates left out in a row, gradients not finite
+    batch_in_epoch: int = 0  # batches of this epoch trained
+    updates: int = 0  # optimiser steps in all
+    skipped: int = 0  # updates left out in a row, gradients not finite
     best_wer: float = math.inf
-    period: int = 1                 # updates between two steps of the averaged model
-    seconds: float = 0.0            # training time in all
+    period: int = 1  # updates between two steps of the averaged model
+    seconds: float = 0.0  # training time in all
 
 # %% ../nbs/07_finetune.ipynb #64b19087
 def find_manifest(cfg, given: str, names: tuple[str, ...], what: str) -> Path:
@@ -173,44 +191,72 @@ def find_manifest(cfg, given: str, names: tuple[str, ...], what: str) -> Path:
         if found := sorted(folder.glob(pattern)):
             return found[0]
     there = ", ".join(sorted(p.name for p in folder.glob("*.jsonl*"))) or "no manifest at all"
-    raise DataError(f"no {what} manifest; the folder has {there}", str(folder), f"run the data stage, or give --{what.replace(' ', '-')}-cuts FILE")
+    raise DataError(
+        f"no {what} manifest; the folder has {there}",
+        str(folder),
+        f"run the data stage, or give --{what.replace(' ', '-')}-cuts FILE",
+    )
 
 
-TRAIN_NAMES = ("target_train_cuts.jsonl.gz", "*cuts_train*.jsonl.gz", "*train*cuts*.jsonl.gz", "*cuts_S.jsonl.gz", "*cuts_XL*.jsonl.gz")
+TRAIN_NAMES = (
+    "target_train_cuts.jsonl.gz",
+    "*cuts_train*.jsonl.gz",
+    "*train*cuts*.jsonl.gz",
+    "*cuts_S.jsonl.gz",
+    "*cuts_XL*.jsonl.gz",
+)
 VALID_NAMES = ("target_dev_cuts.jsonl.gz", "*cuts_dev*.jsonl.gz", "*dev*cuts*.jsonl.gz", "*cuts_valid*.jsonl.gz")
 SOURCE_NAMES = ("source_train_cuts.jsonl.gz", "librispeech_cuts_train*.jsonl.gz")
 
 # %% ../nbs/07_finetune.ipynb #3f0f6815
 def training_sets(cfg, tokenizer: Tokenizer) -> dict:
     "Cuts to train and validate on (and to mix in), without those the loss cannot take."
-    sets = {"train": load_cuts(find_manifest(cfg, cfg.train_cuts, TRAIN_NAMES, "train"), cfg.max_utts),
-            "valid": load_cuts(find_manifest(cfg, cfg.valid_cuts, VALID_NAMES, "valid"), cfg.max_utts)}
+    sets = {
+        "train": load_cuts(find_manifest(cfg, cfg.train_cuts, TRAIN_NAMES, "train"), cfg.max_utts),
+        "valid": load_cuts(find_manifest(cfg, cfg.valid_cuts, VALID_NAMES, "valid"), cfg.max_utts),
+    }
     if cfg.use_mux:
-        sets["source"] = load_cuts(find_manifest(cfg, cfg.source_train_cuts, SOURCE_NAMES, "source train"), cfg.max_utts)
+        sets["source"] = load_cuts(
+            find_manifest(cfg, cfg.source_train_cuts, SOURCE_NAMES, "source train"), cfg.max_utts
+        )
     for name in sets:
         kept = sets[name].filter(lambda c: fault_of(c, tokenizer) is None).to_eager()
         if gone := len(sets[name]) - len(kept):
-            logging.warning("%d of %d %s cuts left out: empty, too long, or more tokens than frames", gone, len(sets[name]), name)
+            logging.warning(
+                "%d of %d %s cuts left out: empty, too long, or more tokens than frames", gone, len(sets[name]), name
+            )
         if not len(kept):
-            raise DataError(f"no usable cut in the {name} set", str(cfg.path("data")), "run the data stage and read its quarantine list")
+            raise DataError(
+                f"no usable cut in the {name} set",
+                str(cfg.path("data")),
+                "run the data stage and read its quarantine list",
+            )
         sets[name] = kept
     return sets
 
 # %% ../nbs/07_finetune.ipynb #f99c4863
 def find_tokenizer(cfg) -> Tokenizer:
     "The given `bpe_model`, else the one of the data folder, beside the checkpoint, or in the package."
-    places = [cfg.bpe_model, cfg.path("data") / "bpe.model", tokenizer_beside(cfg.finetune_ckpt) if cfg.finetune_ckpt else "", shipped_folder() / "bpe.model"]
+    places = [
+        cfg.bpe_model,
+        cfg.path("data") / "bpe.model",
+        tokenizer_beside(cfg.finetune_ckpt) if cfg.finetune_ckpt else "",
+        shipped_folder() / "bpe.model",
+    ]
     return Tokenizer(cfg.bpe_model or next(p for p in places if p and (Path(p).is_file() or p == places[-1])))
 
 
 def initial_model(cfg, vocab_size: int) -> tuple[torch.nn.Module, list[dict]]:
-    "Pretrained (`do_finetune`) or new model, and the table of tensors. Raises `CheckpointError` when vocabulary or shape differ."
+    "Pretrained (`do_finetune`) or new model, and the table of tensors. Raises `CheckpointError`."
     if not cfg.do_finetune:
         return build_model(arch_of(cfg), vocab_size, cfg.loss_impl), []
     ckpt = load_checkpoint(cfg.finetune_ckpt or shipped_folder())
     if ckpt.vocab_size != vocab_size and not cfg.init_modules:
-        raise CheckpointError(f"the checkpoint has {ckpt.vocab_size} tokens, the tokenizer {vocab_size}", ckpt.path,
-                              "use the bpe.model that came with the checkpoint, or --init-modules encoder_embed,encoder for new output layers")
+        raise CheckpointError(
+            f"the checkpoint has {ckpt.vocab_size} tokens, the tokenizer {vocab_size}",
+            ckpt.path,
+            "use the bpe.model of the checkpoint, or --init-modules encoder_embed,encoder for new output layers",
+        )
     base = checkpoint_arch(ckpt, resolve_arch(cfg.model) if cfg.model != "pretrained" else None)
     model = build_model(arch_of(cfg, base), vocab_size, cfg.loss_impl)
     return model, init_from(model, ckpt, cfg.init_modules)
@@ -228,17 +274,38 @@ def make_trainer(cfg, rank: int = 0, device: torch.device | None = None) -> Trai
     model.to(device)
     if rank == 0 and table:
         logging.info("tensors: %s", load_table(table))
-    wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
-                                      find_unused_parameters=True) if dist.is_initialized() else model
+    wrapped = (
+        DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, find_unused_parameters=True
+        )
+        if dist.is_initialized()
+        else model
+    )
     optimizer, scheduler = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16, init_scale=1.0)
-    return Trainer(cfg, device, rank, model, wrapped, tokenizer, optimizer, scheduler, scaler, dtype, new_average(model))
+    return Trainer(
+        cfg, device, rank, model, wrapped, tokenizer, optimizer, scheduler, scaler, dtype, new_average(model)
+    )
 
 # %% ../nbs/07_finetune.ipynb #08ecb746
 def loss_weights(cfg, updates: int) -> dict[str, float]:
-    "Weights of the loss parts; a new model leans on the simple loss for its first 200 updates, while the pruning is still blind."
+    "Weights of the loss parts; a new model leans on the simple loss for 200 updates, while its pruning is blind."
     done = 1.0 if cfg.do_finetune else min(1.0, updates / 200)
     return {"simple": 1 - done * (1 - cfg.simple_loss_scale), "pruned": 0.1 + 0.9 * done, "ctc": cfg.ctc_loss_scale}
+
+# %% ../nbs/07_finetune.ipynb #9a2b88fd
+def equal_alignment(x: torch.Tensor, x_lens: torch.Tensor, y: list[list[int]], sizes: list[int]) -> torch.Tensor:
+    "Token for each encoder frame `(N, T')`: transcripts spread over the loud part by letters (`sizes`); 0 outside, -1 padding."
+    out = torch.full((len(y), encoder_frames(int(x_lens.max()))), -1, dtype=torch.int64, device=x.device)
+    for row, feats, n, ids in zip(out, x, x_lens.tolist(), y, strict=True):
+        frames, energy = encoder_frames(n), feats[:n].mean(-1)
+        loud = (energy > 0.6 * energy.min() + 0.4 * energy.max()).nonzero().flatten() // 4
+        first, last = int(loud[0]), min(int(loud[-1]), frames - 1)
+        ends = torch.tensor([sizes[i] for i in ids], device=x.device, dtype=torch.float32).cumsum(0)
+        place = (torch.arange(frames, device=x.device) - first + 0.5) / (last - first + 1) * ends[-1]
+        tokens = torch.tensor(ids, device=x.device)[torch.searchsorted(ends, place).clamp(max=len(ids) - 1)]
+        row[:frames] = torch.where((place > 0) & (place < ends[-1]), tokens, 0)
+    return out
 
 # %% ../nbs/07_finetune.ipynb #bdfa5526
 def batch_loss(t: Trainer, batch: dict) -> tuple[torch.Tensor, dict]:
@@ -246,16 +313,19 @@ def batch_loss(t: Trainer, batch: dict) -> tuple[torch.Tensor, dict]:
     x = batch["inputs"].to(t.device)
     x_lens = batch["supervisions"]["num_frames"].to(t.device)
     y = [t.tokenizer.encode(text) for text in batch["supervisions"]["text"]]
+    options = {"prune_range": t.cfg.prune_range, "am_scale": t.cfg.am_scale, "lm_scale": t.cfg.lm_scale}
+    if t.updates < t.cfg.flat_start and t.wrapped.training:
+        options["frame_targets"] = equal_alignment(x, x_lens, y, t.tokenizer.piece_sizes)
     with torch.autocast(t.device.type, dtype=t.dtype, enabled=t.dtype is not torch.float32):
-        parts = t.wrapped(x, x_lens, y, prune_range=t.cfg.prune_range, am_scale=t.cfg.am_scale, lm_scale=t.cfg.lm_scale)
-    weights = loss_weights(t.cfg, t.updates)
+        parts = t.wrapped(x, x_lens, y, **options)
+    weights = loss_weights(t.cfg, t.updates) | {"flat": 1.0}
     total = sum(weights[k] * v for k, v in parts.items())
     frames = sum(encoder_frames(int(n)) for n in x_lens)
     return total, {k: float(v.detach()) for k, v in parts.items()} | {"loss": float(total.detach()), "frames": frames}
 
 # %% ../nbs/07_finetune.ipynb #da5e1f5b
 def train_update(t: Trainer, batches: list[dict]) -> dict:
-    "Forward and backward over the micro-batches of one update, then one step; sums of loss parts and what the step looked like."
+    "Forward and backward over the micro-batches of one update, then one step; sums of loss parts, facts of the step."
     sums: dict[str, float] = {}
     scale = dist.get_world_size() / LOSS_FRAMES if dist.is_initialized() else 1 / LOSS_FRAMES
     for i, batch in enumerate(batches):
@@ -269,11 +339,11 @@ def train_update(t: Trainer, batches: list[dict]) -> dict:
 
 
 LOSS_FRAMES = 5000.0  # constant divisor of the summed loss: frames of 200 s at 25 Hz
-MAX_SKIPPED = 5       # updates in a row without finite gradients before a run stops
+MAX_SKIPPED = 5  # updates in a row without finite gradients before a run stops
 
 # %% ../nbs/07_finetune.ipynb #4431551a
 def take_step(t: Trainer) -> dict:
-    "Optimiser step unless a gradient is not finite; all ranks hold the same gradients, so all decide alike. Raises `RecipeError`."
+    "Optimiser step unless a gradient is not finite; ranks hold equal gradients, so all decide alike."
     t.scaler.unscale_(t.optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in t.model.parameters() if p.grad is not None])
     finite = bool(torch.isfinite(norm))
@@ -284,8 +354,11 @@ def take_step(t: Trainer) -> dict:
     t.optimizer.zero_grad()
     t.skipped = 0 if finite else t.skipped + 1
     if t.skipped >= MAX_SKIPPED:
-        raise RecipeError(f"{t.skipped} updates in a row had no finite gradient", f"epoch {t.epoch}, update {t.updates}",
-                          "lower --base-lr; look for broken audio or transcripts longer than their audio")
+        raise RecipeError(
+            f"{t.skipped} updates in a row had no finite gradient",
+            f"epoch {t.epoch}, update {t.updates}",
+            "lower --base-lr; look for broken audio or transcripts longer than their audio",
+        )
     t.updates += 1
     t.scheduler.step_batch(t.updates)
     if t.updates % t.period == 0:
@@ -296,14 +369,21 @@ def take_step(t: Trainer) -> dict:
 def epoch_plan(t: Trainer, sets: dict) -> list:
     "Batches (sets of cuts) of `t.epoch` for this rank."
     cfg, world = t.cfg, dist.get_world_size() if dist.is_initialized() else 1
-    cuts = mix_cuts(sets["train"], sets["source"], cfg.mux_hours_ratio, cfg.seed + t.epoch) if cfg.use_mux else sets["train"]
+    cuts = (
+        mix_cuts(sets["train"], sets["source"], cfg.mux_hours_ratio, cfg.seed + t.epoch)
+        if cfg.use_mux
+        else sets["train"]
+    )
     sampler = sampler_of(cuts, cfg.max_duration, cfg.num_buckets, world, t.rank, seed=cfg.seed)
     sampler.set_epoch(t.epoch)
     plan = list(sampler)
     count = int(all_ranks(len(plan), dist.ReduceOp.MIN, t.device))
     if not count:
-        raise DataError("a rank would get no batch at all", f"{len(cuts)} cuts, max_duration {cfg.max_duration} s, {world} ranks",
-                        "lower --max-duration or --world-size")
+        raise DataError(
+            "a rank would get no batch at all",
+            f"{len(cuts)} cuts, max_duration {cfg.max_duration} s, {world} ranks",
+            "lower --max-duration or --world-size",
+        )
     return plan[:count]
 
 
@@ -337,10 +417,11 @@ def train_epoch(t: Trainer, sets: dict, log, deadline: float = math.inf) -> None
     "The loop: plan, batches, updates, a line of metrics for each."
     plan = epoch_plan(t, sets)
     augment = t.cfg.enable_spec_aug and t.epoch > t.cfg.spec_aug_after
-    loader = loader_of(sets["train"], plan[t.batch_in_epoch:], augment, t.cfg.num_workers, t.cfg.seed + t.epoch)
+    todo = plan[t.batch_in_epoch :]
+    loader = loader_of(sets["train"], todo, augment, min(t.cfg.num_workers, len(todo)), t.cfg.seed + t.epoch)
     t.wrapped.train()
     t.scheduler.step_epoch(t.epoch - 1)
-    label, left = f"epoch {t.epoch}/{t.cfg.num_epochs}", math.ceil((len(plan) - t.batch_in_epoch) / t.cfg.accum_grad_steps)
+    label, left = f"epoch {t.epoch}/{t.cfg.num_epochs}", math.ceil(len(todo) / t.cfg.accum_grad_steps)
     steps = groups_of(loader, t.cfg.accum_grad_steps)
     for batches in progress(steps, label, total=left, unit="update") if t.rank == 0 else steps:
         began = time.perf_counter()
@@ -356,15 +437,26 @@ def train_epoch(t: Trainer, sets: dict, log, deadline: float = math.inf) -> None
 
 # %% ../nbs/07_finetune.ipynb #52810fa8
 def train_row(t: Trainer, result: dict, batches: list[dict], seconds: float) -> dict:
-    "One line of `metrics.jsonl`: loss parts per frame, rate, gradient, throughput in audio-seconds per second, padding, memory."
+    "A line of `metrics.jsonl`: loss per frame, rate, gradient, audio-seconds per second, padding, memory."
     import psutil
+
     audio, padded = (sum(v) for v in zip(*(padded_seconds(b) for b in batches), strict=True))
     frames = max(1, result["frames"])
     memory = torch.cuda.max_memory_allocated() if t.device.type == "cuda" else psutil.Process().memory_info().rss
-    parts = {k: result[k] / frames for k in ("loss", "simple", "pruned", "ctc") if k in result}
-    return {"kind": "train", "epoch": t.epoch, "batch": t.batch_in_epoch, "update": t.updates, **parts,
-            **{k: result[k] for k in ("lr", "grad_norm", "grad_scale", "finite")}, "audio_s": audio, "seconds": seconds,
-            "audio_s_per_s": audio * t.cfg.world_size / seconds, "padding_share": 1 - audio / padded, "memory_mb": memory / 1e6}
+    parts = {k: result[k] / frames for k in ("loss", "simple", "pruned", "ctc", "flat") if k in result}
+    return {
+        "kind": "train",
+        "epoch": t.epoch,
+        "batch": t.batch_in_epoch,
+        "update": t.updates,
+        **parts,
+        **{k: result[k] for k in ("lr", "grad_norm", "grad_scale", "finite")},
+        "audio_s": audio,
+        "seconds": seconds,
+        "audio_s_per_s": audio * t.cfg.world_size / seconds,
+        "padding_share": 1 - audio / padded,
+        "memory_mb": memory / 1e6,
+    }
 
 
 def metrics_writer(t: Trainer, exp: Path):
@@ -374,6 +466,7 @@ def metrics_writer(t: Trainer, exp: Path):
     board = None
     if t.cfg.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
+
         board = SummaryWriter(exp / "tensorboard")
 
     def write(row):
@@ -382,6 +475,7 @@ def metrics_writer(t: Trainer, exp: Path):
         for k, v in row.items() if board else ():
             if isinstance(v, int | float) and k not in ("epoch", "update", "batch"):
                 board.add_scalar(f"{row['kind']}/{k}", v, row["update"])
+
     return write
 
 # %% ../nbs/07_finetune.ipynb #42acf2d8
@@ -399,8 +493,14 @@ def validate(t: Trainer, cuts) -> dict:
     hyps, _ = decode_cuts(t.model, t.tokenizer, cuts, t.cfg.eval_max_duration, method, str(t.device))
     counts, _ = wer_counts({c.id: c.supervisions[0].text for c in cuts}, hyps)
     t.model.train()
-    return {"kind": "valid", "epoch": t.epoch, "update": t.updates, "wer": counts["wer"],
-            **{k: v / max(1, sums["frames"]) for k, v in sums.items() if k != "frames"}, "train_seconds": t.seconds}
+    return {
+        "kind": "valid",
+        "epoch": t.epoch,
+        "update": t.updates,
+        "wer": counts["wer"],
+        **{k: v / max(1, sums["frames"]) for k, v in sums.items() if k != "frames"},
+        "train_seconds": t.seconds,
+    }
 
 # %% ../nbs/07_finetune.ipynb #f11ce43f
 COUNTERS = ("epoch", "batch_in_epoch", "updates", "skipped", "best_wer", "period", "seconds")
@@ -409,7 +509,9 @@ COUNTERS = ("epoch", "batch_in_epoch", "updates", "skipped", "best_wer", "period
 def save_state(t: Trainer, exp: Path) -> None:
     "Write `epoch-N.pt` atomically on rank 0 and remove the oldest; every rank must call it."
     params = {k: getattr(t, k) for k in COUNTERS} | {"batch_idx_train": t.updates, "average_period": t.period}
-    state = gather_state(t.model, t.model_avg, t.optimizer, t.scheduler, t.scaler, {"batch_in_epoch": t.batch_in_epoch}, params)
+    state = gather_state(
+        t.model, t.model_avg, t.optimizer, t.scheduler, t.scaler, {"batch_in_epoch": t.batch_in_epoch}, params
+    )
     if t.rank == 0:
         save_checkpoint(exp / f"epoch-{t.epoch}.pt", **state)
         remove_old_checkpoints(exp, t.cfg.keep_last_k)
@@ -419,7 +521,11 @@ def load_state(t: Trainer, path: Path) -> None:
     "Put back all that `save_state` wrote and stand at the beginning of the next epoch. Raises `CheckpointError`."
     if not path.is_file():
         there = sorted(p.name for p in path.parent.glob("epoch-*.pt"))
-        raise CheckpointError(f"there is no {path.name}", str(path.parent), f"--start-epoch N continues after epoch-(N-1).pt; there are {there}")
+        raise CheckpointError(
+            f"there is no {path.name}",
+            str(path.parent),
+            f"--start-epoch N continues after epoch-(N-1).pt; there are {there}",
+        )
     params = restore_state(load_training_state(path), t.model, t.model_avg, t.optimizer, t.scheduler, t.scaler)
     for k in COUNTERS:
         setattr(t, k, params[k])
@@ -427,7 +533,7 @@ def load_state(t: Trainer, path: Path) -> None:
 
 # %% ../nbs/07_finetune.ipynb #4a4a9841
 def final_weights(t: Trainer, exp: Path, first: int, last: int, valid) -> dict:
-    "The last weights or an average over the last third or two thirds of the epochs, whichever has the lowest dev WER; written to `final.pt`."
+    "`final.pt`: the last weights, or their mean over the last third or two thirds of the epochs, by dev WER."
     span = last - first + 1
     starts = sorted({last - max(1, round(span * share)) for share in (1 / 3, 2 / 3)}) if span > 2 else []
     choices = {f"epoch-{last}": None} | {f"average of epochs {s + 1}-{last}": s for s in starts if s >= first}
@@ -437,13 +543,20 @@ def final_weights(t: Trainer, exp: Path, first: int, last: int, valid) -> dict:
             t.model.load_state_dict(average_range(exp / f"epoch-{start}.pt", exp / f"epoch-{last}.pt"))
         rows[name] = (validate(t, valid)["wer"], copy.deepcopy(t.model.state_dict()))
     best = min(rows, key=lambda n: rows[n][0])
-    save_checkpoint(exp / "final.pt", model=rows[best][1], arch=t.model.arch, chosen=best, dev_wer=rows[best][0], vocab_size=t.model.vocab_size)
+    save_checkpoint(
+        exp / "final.pt",
+        model=rows[best][1],
+        arch=t.model.arch,
+        chosen=best,
+        dev_wer=rows[best][0],
+        vocab_size=t.model.vocab_size,
+    )
     t.model.load_state_dict(own)
     return {"chosen": best, "dev_wer": {n: r[0] for n, r in rows.items()}}
 
 # %% ../nbs/07_finetune.ipynb #739b44f0
 def average_period(cfg, updates_per_epoch: int) -> int:
-    "Updates between two steps of the averaged model: given, or a tenth of an epoch and at most 100 (icefall's 200 is longer than a short run)."
+    "Updates between two steps of the averaged model: given, or a tenth of an epoch, at most 100 (icefall: 200)."
     return cfg.average_period or max(1, min(100, updates_per_epoch // 10))
 
 
@@ -451,8 +564,10 @@ def check_warmup(cfg, total: int) -> str:
     "A warning when the warm-up takes more than a tenth of the run, else an empty string."
     if cfg.warmup_steps <= total / 10:
         return ""
-    return (f"warm-up of {cfg.warmup_steps} updates in a run of {total}: the full rate is reached late or never; "
-            f"a tenth would be --warmup-steps {total // 10}")
+    return (
+        f"warm-up of {cfg.warmup_steps} updates in a run of {total}: the full rate is reached late or never; "
+        f"a tenth would be --warmup-steps {total // 10}"
+    )
 
 # %% ../nbs/07_finetune.ipynb #e20e1308
 def train(cfg) -> dict:
@@ -492,8 +607,13 @@ def prepare_folder(cfg, rank: int) -> Path:
     "The experiment folder; a log file per rank; on a fresh start an old `metrics.jsonl` is kept under another name."
     exp = cfg.path("exp")
     (exp / "log").mkdir(parents=True, exist_ok=True)
-    handlers = [logging.FileHandler(exp / "log" / f"rank-{rank}.log")] + ([logging.StreamHandler(sys.stdout)] if rank == 0 else [])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers, force=True)
+    handlers = [logging.FileHandler(exp / "log" / f"rank-{rank}.log")]
+    if rank == 0:
+        handlers.append(logging.StreamHandler(sys.stdout))
+        handlers[-1].addFilter(lambda record: record.module != "optim")  # ScaledAdam's notes on gradients: file only
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers, force=True
+    )
     if rank == 0:
         save_json(exp / "config.json", cfg.to_dict())
         metrics = exp / "metrics.jsonl"
@@ -504,28 +624,47 @@ def prepare_folder(cfg, rank: int) -> Path:
             atomic_write(metrics, lambda f: f.write("".join(json.dumps(r) + "\n" for r in kept).encode()))
     return exp
 
-
+# %% ../nbs/07_finetune.ipynb #0f805c03
 def describe(t: Trainer, sets: dict, per_epoch: int) -> None:
     "Say before training what will run: parameters, hours, updates, seconds per update, whose loss, warnings."
     cfg = t.cfg
     hours = {n: sum(c.duration for c in cuts) / 3600 for n, cuts in sets.items()}
-    logging.info("%.2f M parameters on %s, transducer loss by %s", sum(p.numel() for p in t.model.parameters()) / 1e6, t.device, t.model.loss.name)
-    logging.info("%s; %d updates per epoch of up to %.0f s of audio", ", ".join(f"{n} {h:.2f} h" for n, h in hours.items()), per_epoch,
-                 cfg.max_duration * cfg.world_size * cfg.accum_grad_steps)
+    logging.info(
+        "%.2f M parameters on %s, transducer loss by %s",
+        sum(p.numel() for p in t.model.parameters()) / 1e6,
+        t.device,
+        t.model.loss.name,
+    )
+    logging.info(
+        "%s; %d updates per epoch of up to %.0f s of audio",
+        ", ".join(f"{n} {h:.2f} h" for n, h in hours.items()),
+        per_epoch,
+        cfg.max_duration * cfg.world_size * cfg.accum_grad_steps,
+    )
     if cfg.use_mux:
         share = cfg.mux_hours_ratio
-        logging.info("mixing: %.2f h of source speech per epoch (%.0f %% of the hours); the target set ends the epoch", hours["train"] * share / (1 - share), 100 * share)
+        logging.info(
+            "mixing: %.2f h of source speech per epoch (%.0f %% of the hours); the target set ends the epoch",
+            hours["train"] * share / (1 - share),
+            100 * share,
+        )
     if remark := check_warmup(cfg, per_epoch * cfg.num_epochs):
         logging.warning(remark)
 
-
+# %% ../nbs/07_finetune.ipynb #a306abb8
 def report_epoch(t: Trainer, sets: dict, log) -> None:
     "Validate, log and print one line; keep the best word error rate."
     row = validate(t, sets["valid"])
     t.best_wer = min(t.best_wer, row["wer"])
     log(row)
-    logging.info("epoch %d: dev WER %.2f %%, dev loss %.3f, rate %.5f, %.0f s trained", t.epoch, row["wer"], row["loss"],
-                 t.optimizer.param_groups[0]["lr"], t.seconds)
+    logging.info(
+        "epoch %d: dev WER %.2f %%, dev loss %.3f, rate %.5f, %.0f s trained",
+        t.epoch,
+        row["wer"],
+        row["loss"],
+        t.optimizer.param_groups[0]["lr"],
+        t.seconds,
+    )
 
 # %% ../nbs/07_finetune.ipynb #f1486f16
 def finish(t: Trainer, exp: Path, sets: dict) -> dict:
@@ -534,8 +673,16 @@ def finish(t: Trainer, exp: Path, sets: dict) -> dict:
     first = min(int(p.stem.split("-")[1]) for p in exp.glob("epoch-*.pt"))
     chosen = final_weights(t, exp, first, last, sets["valid"])
     logging.info("final.pt: %s, dev WER %.2f %%", chosen["chosen"], chosen["dev_wer"][chosen["chosen"]])
-    result = {"epochs": last, "updates": t.updates, "train_seconds": t.seconds, "best_dev_wer": t.best_wer, "loss": t.model.loss.name,
-              "world_size": t.cfg.world_size, "seed": t.cfg.seed, **chosen}
+    result = {
+        "epochs": last,
+        "updates": t.updates,
+        "train_seconds": t.seconds,
+        "best_dev_wer": t.best_wer,
+        "loss": t.model.loss.name,
+        "world_size": t.cfg.world_size,
+        "seed": t.cfg.seed,
+        **chosen,
+    }
     save_json(exp / "result.json", result)
     return result
 
@@ -548,20 +695,33 @@ def free_port() -> int:
 
 
 def command_of(cfg) -> list[str]:
-    "Command that trains with these settings in processes of its own, one per rank; the settings go through a file in `exp`."
+    "Command that trains with these settings, a process for each rank; the settings go through a file in `exp`."
     exp = cfg.path("exp")
     exp.mkdir(parents=True, exist_ok=True)
     settings = {k: v for k, v in cfg.to_dict().items() if k != "profile"}
     atomic_write(exp / "settings.yaml", lambda f: f.write(yaml.safe_dump(settings, sort_keys=False).encode()))
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={cfg.world_size}", "--master_addr=127.0.0.1",
-                f"--master_port={cfg.master_port or free_port()}"] if cfg.world_size > 1 else []
+    launcher = (
+        [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={cfg.world_size}",
+            "--master_addr=127.0.0.1",
+            f"--master_port={cfg.master_port or free_port()}",
+        ]
+        if cfg.world_size > 1
+        else []
+    )
     return [sys.executable, *launcher, "-m", "zipformer_recipes.finetune", "--profile", str(exp / "settings.yaml")]
 
 # %% ../nbs/07_finetune.ipynb #14ded060
 def follow(command: list[str], log: Path, show=print) -> None:
-    "Run a command in its own process group, show and keep its lines. Raises `RecipeError` with the last ones when it fails."
+    "Run a command in a process group, show and keep its lines. Raises `RecipeError` with the last ones."
     last: deque[str] = deque(maxlen=12)
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True)
+    ranks = max(1, sum(int(w.partition("=")[2]) for w in command if w.startswith("--nproc_per_node=")))
+    env = {"OMP_NUM_THREADS": str(max(1, available_cores() // ranks)), **os.environ, "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True, env=env
+    )
     try:
         with open(log, "a") as f:
             for line in child.stdout:
@@ -573,11 +733,15 @@ def follow(command: list[str], log: Path, show=print) -> None:
         os.killpg(child.pid, signal.SIGTERM)
         raise
     if child.wait():
-        raise RecipeError("training ended with status " + f"{child.returncode}:\n  " + "\n  ".join(last), str(log), "the whole log is in that file")
+        raise RecipeError(
+            "training ended with status " + f"{child.returncode}:\n  " + "\n  ".join(last),
+            str(log),
+            "the whole log is in that file",
+        )
 
 # %% ../nbs/07_finetune.ipynb #eecc206d
 def run(cfg) -> dict:
-    "The finetune stage: train in processes of its own and add the outcome to `finetune.json` under the name of the exp folder."
+    "The finetune stage: train in child processes; the outcome goes to `finetune.json` under the exp folder's name."
     open_run(cfg)
     exp = cfg.path("exp")
     (exp / "log").mkdir(parents=True, exist_ok=True)
@@ -598,6 +762,36 @@ def main(argv=None) -> None:
     else:
         (cfg.path("exp") / "log").mkdir(parents=True, exist_ok=True)
         follow(command_of(cfg), cfg.path("exp") / "log" / "train.log")
+
+# %% ../nbs/07_finetune.ipynb #7d7de75f
+def read_metrics(exp) -> tuple[list[dict], list[dict]]:
+    "Training rows and validation rows of a run's `metrics.jsonl`; a last line that is not whole yet is left out."
+    rows = []
+    for line in Path(exp, "metrics.jsonl").read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return [r for r in rows if r["kind"] == "train"], [r for r in rows if r["kind"] == "valid"]
+
+# %% ../nbs/07_finetune.ipynb #9fd3aba9
+def plot_runs(exps: dict[str, Path]):
+    "Dev WER against minutes of training, loss against updates, and the rate: one line for each run."
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(11, 2.8), dpi=80)
+    for name, exp in exps.items():
+        train, valid = read_metrics(exp)
+        axes[0].plot([r["train_seconds"] / 60 for r in valid], [r["wer"] for r in valid], "o-", ms=3, label=name)
+        axes[1].plot([r["update"] for r in train], [r["loss"] for r in train], lw=0.8)
+        axes[2].plot([r["update"] for r in train], [r["lr"] for r in train])
+    for ax, (x, y) in zip(
+        axes, (("minutes of training", "dev WER (%)"), ("update", "loss per frame"), ("update", "rate")), strict=True
+    ):
+        ax.set(xlabel=x, ylabel=y)
+    axes[0].legend(fontsize=7)
+    fig.tight_layout()
+    return fig
 
 # %% ../nbs/07_finetune.ipynb #5752fec2
 script_entry(globals())

@@ -29,7 +29,7 @@ from zipformer.modules.subsampling import Conv2dSubsampling
 
 from .core import CheckpointError, ConfigError, RunConfig, atomic_write, load_json, nearest, save_json
 
-# %% ../nbs/05_model.ipynb #e5577ac0
+# %% ../nbs/05_model.ipynb #9aeae108
 MEDIUM = dict(
     num_encoder_layers="2,2,3,4,3,2", downsampling_factor="1,2,4,8,4,2", encoder_dim="192,256,384,512,384,256",
     feedforward_dim="512,768,1024,1536,1024,768", num_heads="4,4,4,8,4,4",
@@ -54,10 +54,10 @@ PRESETS = {
         feedforward_dim="192,192,192,192,192,192", encoder_unmasked_dim="128,128,128,128,128,128",
         decoder_dim=320, joiner_dim=320),
     "mini": MEDIUM | dict(
-        num_encoder_layers="2,2,2,2", downsampling_factor="1,2,4,2", encoder_dim="96,128,160,128",
-        feedforward_dim="192,256,320,256", num_heads="4,4,4,4", encoder_unmasked_dim="96,96,128,96",
-        cnn_module_kernel="31,15,15,15", query_head_dim="24", decoder_dim=160, joiner_dim=160,
-        embed_channels="8,16,48"),
+        num_encoder_layers="2,2,2", downsampling_factor="2,4,2", encoder_dim="128,160,128",
+        feedforward_dim="256,320,256", num_heads="4,4,4", encoder_unmasked_dim="128,128,128",
+        cnn_module_kernel="15,15,15", query_head_dim="24", decoder_dim=160, joiner_dim=160,
+        embed_channels="4,12,24"),
 }
 
 # %% ../nbs/05_model.ipynb #0e902516
@@ -204,8 +204,11 @@ class Zipformer(AsrModel):
         with torch.autocast(device.type, enabled=False):
             return simple, loss.rnnt_loss_pruned(logits=logits.float(), ranges=ranges, **shared)
 
-    def forward_losses(self, x, x_lens, y, prune_range=5, am_scale=0.0, lm_scale=0.0, reduction="sum") -> dict:
-        "Losses `simple`, `pruned`, `ctc` (those the model has) of features `x` `(N, T, 80)` and token lists `y`."
+    def forward_losses(self, x, x_lens, y, prune_range=5, am_scale=0.0, lm_scale=0.0, reduction="sum",
+                       frame_targets=None) -> dict:
+        """Losses `simple`, `pruned`, `ctc` (those the model has) of features `x` `(N, T, 80)` and token lists `y`.
+
+        With `frame_targets` `(N, T')`, a token for each encoder frame (-1: none), also `flat`, their cross-entropy."""
         encoder_out, lens = self.forward_encoder(x, x_lens)
         losses = {}
         if self.use_transducer:
@@ -215,6 +218,10 @@ class Zipformer(AsrModel):
             flat = torch.tensor([token for ids in y for token in ids], dtype=torch.int64)
             counts = torch.tensor([len(ids) for ids in y])
             losses["ctc"] = self.forward_ctc(encoder_out, lens, flat, counts, reduction)
+        if frame_targets is not None:
+            log_probs = self.ctc_output(encoder_out).transpose(1, 2)  # (N, V, T')
+            losses["flat"] = torch.nn.functional.nll_loss(
+                log_probs, frame_targets, ignore_index=-1, reduction=reduction)
         return losses
 
     forward = forward_losses

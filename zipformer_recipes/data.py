@@ -62,11 +62,6 @@ class Tokenizer:
 
     vocab_size = property(lambda self: self.sp.get_piece_size())
 
-    @property
-    def piece_sizes(self) -> list[int]:
-        "Letters of each piece, at least 1."
-        return [max(1, len(self.sp.id_to_piece(i).replace("\u2581", ""))) for i in range(self.vocab_size)]
-
     def encode(self, text: str) -> list[int]:
         "Token ids of a text."
         return self.sp.encode(text)

@@ -6,11 +6,10 @@
 __all__ = ['TRAIN_NAMES', 'VALID_NAMES', 'SOURCE_NAMES', 'LOSS_FRAMES', 'MAX_SKIPPED', 'COUNTERS', 'launched_ranks',
            'check_ranks', 'start_ranks', 'all_ranks', 'precision_of', 'parameter_groups', 'make_optimizer', 'Trainer',
            'find_manifest', 'training_sets', 'find_tokenizer', 'initial_model', 'make_trainer', 'loss_weights',
-           'equal_alignment', 'batch_loss', 'train_update', 'take_step', 'epoch_plan', 'groups_of',
-           'current_batch_count', 'padded_seconds', 'train_epoch', 'train_row', 'metrics_writer', 'validate',
-           'save_state', 'load_state', 'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder',
-           'describe', 'report_epoch', 'finish', 'free_port', 'command_of', 'follow', 'run', 'main', 'read_metrics',
-           'plot_runs']
+           'batch_loss', 'train_update', 'take_step', 'epoch_plan', 'groups_of', 'current_batch_count',
+           'padded_seconds', 'train_epoch', 'train_row', 'metrics_writer', 'validate', 'save_state', 'load_state',
+           'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder', 'describe', 'report_epoch',
+           'finish', 'free_port', 'command_of', 'follow', 'run', 'main', 'read_metrics', 'plot_runs']
 
 # %% ../nbs/07_finetune.ipynb #8c1e009c
 import copy
@@ -293,20 +292,6 @@ def loss_weights(cfg, updates: int) -> dict[str, float]:
     done = 1.0 if cfg.do_finetune else min(1.0, updates / 200)
     return {"simple": 1 - done * (1 - cfg.simple_loss_scale), "pruned": 0.1 + 0.9 * done, "ctc": cfg.ctc_loss_scale}
 
-# %% ../nbs/07_finetune.ipynb #9a2b88fd
-def equal_alignment(x: torch.Tensor, x_lens: torch.Tensor, y: list[list[int]], sizes: list[int]) -> torch.Tensor:
-    "Token for each encoder frame `(N, T')`: transcripts spread over the loud part by letters (`sizes`); 0 outside, -1 padding."
-    out = torch.full((len(y), encoder_frames(int(x_lens.max()))), -1, dtype=torch.int64, device=x.device)
-    for row, feats, n, ids in zip(out, x, x_lens.tolist(), y, strict=True):
-        frames, energy = encoder_frames(n), feats[:n].mean(-1)
-        loud = (energy > 0.6 * energy.min() + 0.4 * energy.max()).nonzero().flatten() // 4
-        first, last = int(loud[0]), min(int(loud[-1]), frames - 1)
-        ends = torch.tensor([sizes[i] for i in ids], device=x.device, dtype=torch.float32).cumsum(0)
-        place = (torch.arange(frames, device=x.device) - first + 0.5) / (last - first + 1) * ends[-1]
-        tokens = torch.tensor(ids, device=x.device)[torch.searchsorted(ends, place).clamp(max=len(ids) - 1)]
-        row[:frames] = torch.where((place > 0) & (place < ends[-1]), tokens, 0)
-    return out
-
 # %% ../nbs/07_finetune.ipynb #bdfa5526
 def batch_loss(t: Trainer, batch: dict) -> tuple[torch.Tensor, dict]:
     "Weighted loss of a batch, summed over frames, and its parts per encoder frame."
@@ -314,11 +299,9 @@ def batch_loss(t: Trainer, batch: dict) -> tuple[torch.Tensor, dict]:
     x_lens = batch["supervisions"]["num_frames"].to(t.device)
     y = [t.tokenizer.encode(text) for text in batch["supervisions"]["text"]]
     options = {"prune_range": t.cfg.prune_range, "am_scale": t.cfg.am_scale, "lm_scale": t.cfg.lm_scale}
-    if t.updates < t.cfg.flat_start and t.wrapped.training:
-        options["frame_targets"] = equal_alignment(x, x_lens, y, t.tokenizer.piece_sizes)
     with torch.autocast(t.device.type, dtype=t.dtype, enabled=t.dtype is not torch.float32):
         parts = t.wrapped(x, x_lens, y, **options)
-    weights = loss_weights(t.cfg, t.updates) | {"flat": 1.0}
+    weights = loss_weights(t.cfg, t.updates)
     total = sum(weights[k] * v for k, v in parts.items())
     frames = sum(encoder_frames(int(n)) for n in x_lens)
     return total, {k: float(v.detach()) for k, v in parts.items()} | {"loss": float(total.detach()), "frames": frames}
@@ -443,7 +426,7 @@ def train_row(t: Trainer, result: dict, batches: list[dict], seconds: float) -> 
     audio, padded = (sum(v) for v in zip(*(padded_seconds(b) for b in batches), strict=True))
     frames = max(1, result["frames"])
     memory = torch.cuda.max_memory_allocated() if t.device.type == "cuda" else psutil.Process().memory_info().rss
-    parts = {k: result[k] / frames for k in ("loss", "simple", "pruned", "ctc", "flat") if k in result}
+    parts = {k: result[k] / frames for k in ("loss", "simple", "pruned", "ctc") if k in result}
     return {
         "kind": "train",
         "epoch": t.epoch,

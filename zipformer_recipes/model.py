@@ -204,11 +204,8 @@ class Zipformer(AsrModel):
         with torch.autocast(device.type, enabled=False):
             return simple, loss.rnnt_loss_pruned(logits=logits.float(), ranges=ranges, **shared)
 
-    def forward_losses(self, x, x_lens, y, prune_range=5, am_scale=0.0, lm_scale=0.0, reduction="sum",
-                       frame_targets=None) -> dict:
-        """Losses `simple`, `pruned`, `ctc` (those the model has) of features `x` `(N, T, 80)` and token lists `y`.
-
-        With `frame_targets` `(N, T')`, a token for each encoder frame (-1: none), also `flat`, their cross-entropy."""
+    def forward_losses(self, x, x_lens, y, prune_range=5, am_scale=0.0, lm_scale=0.0, reduction="sum") -> dict:
+        "Losses `simple`, `pruned`, `ctc` (those the model has) of features `x` `(N, T, 80)` and token lists `y`."
         encoder_out, lens = self.forward_encoder(x, x_lens)
         losses = {}
         if self.use_transducer:
@@ -218,10 +215,6 @@ class Zipformer(AsrModel):
             flat = torch.tensor([token for ids in y for token in ids], dtype=torch.int64)
             counts = torch.tensor([len(ids) for ids in y])
             losses["ctc"] = self.forward_ctc(encoder_out, lens, flat, counts, reduction)
-        if frame_targets is not None:
-            log_probs = self.ctc_output(encoder_out).transpose(1, 2)  # (N, V, T')
-            losses["flat"] = torch.nn.functional.nll_loss(
-                log_probs, frame_targets, ignore_index=-1, reduction=reduction)
         return losses
 
     forward = forward_losses

@@ -510,7 +510,7 @@ def absolute_paths(
 
 # %% ../nbs/00_core.ipynb #90636ae4
 _MAY_CHANGE = {"cache_dir", "max_duration", "num_buckets", "num_workers", "use_mux", "mux_hours_ratio",
-               "enable_spec_aug", "do_finetune", "init_modules"}  # fmt: skip
+               "enable_spec_aug", "spec_aug_after", "compare_mux", "do_finetune", "init_modules"}  # fmt: skip
 
 
 def fixed_settings(

@@ -516,9 +516,9 @@ def load_state(t: Trainer, path: Path) -> None:
 
 # %% ../nbs/07_finetune.ipynb #4a4a9841
 def final_weights(t: Trainer, exp: Path, first: int, last: int, valid) -> dict:
-    "`final.pt`: the last weights, or their mean over the last third or two thirds of the epochs, by dev WER."
+    "`final.pt`: the last weights or their mean over the last epoch, third or two thirds of the run, by dev WER."
     span = last - first + 1
-    starts = sorted({last - max(1, round(span * share)) for share in (1 / 3, 2 / 3)}) if span > 2 else []
+    starts = sorted({last - max(1, round(span * share)) for share in (0, 1 / 3, 2 / 3)}) if span > 2 else []
     choices = {f"epoch-{last}": None} | {f"average of epochs {s + 1}-{last}": s for s in starts if s >= first}
     rows, own = {}, copy.deepcopy(t.model.state_dict())
     for name, start in choices.items():

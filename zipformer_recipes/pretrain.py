@@ -47,15 +47,19 @@ def source_data(cfg: RunConfig) -> Path:
 def continue_training(cfg: RunConfig) -> None:
     "Train in processes of their own, from the newest readable epoch on, phase by phase."
     (cfg.path("exp") / "log").mkdir(parents=True, exist_ok=True)
-    for last, seconds in PHASES:
+    for last, changes in PHASES:
         done = [p for p in list_checkpoints(cfg.path("exp")) if readable(p)]
         start = int(done[-1].stem.split("-")[1]) + 1 if done else 1
         if start <= min(last, cfg.num_epochs):
-            phase = cfg.replace(start_epoch=start, num_epochs=min(last, cfg.num_epochs), max_duration=seconds)
+            phase = cfg.replace(start_epoch=start, num_epochs=min(last, cfg.num_epochs), **changes)
             follow(command_of(phase), cfg.path("exp") / "log" / "train.log")
 
 
-PHASES = ((1, 80.0), (99, 40.0))  # up to this epoch so many seconds per rank and batch: large while nothing is aligned
+PHASES = (  # up to this epoch, with these settings changed
+    (1, {"max_duration": 80.0}),  # large batches while nothing is aligned
+    (4, {}),
+    (99, {"enable_spec_aug": False, "lr_batches": 300.0, "lr_epochs": 1.2}),  # a lower rate, and nothing hidden
+)
 
 
 def readable(path: Path) -> bool:

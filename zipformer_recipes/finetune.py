@@ -637,7 +637,9 @@ def describe(t: Trainer, sets: dict, per_epoch: int) -> None:
 # %% ../nbs/07_finetune.ipynb #a306abb8
 def report_epoch(t: Trainer, sets: dict, log) -> None:
     "Validate, log and print one line; keep the best word error rate."
+    torch.set_num_threads(available_cores())  # the other ranks wait
     row = validate(t, sets["valid"])
+    set_threads(0)
     t.best_wer = min(t.best_wer, row["wer"])
     log(row)
     logging.info(

@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=f">={s['min_python']},<3.13",
     packages=find_packages(include=[s["lib_path"], f"{s['lib_path']}.*"]),
-    package_data={s["lib_path"]: ["profiles/*.yaml", "pretrained/*"]},
+    package_data={s["lib_path"]: ["profiles/*.yaml", "pretrained/*", "texts/*"]},
     install_requires=s["requirements"].split(),
     extras_require={extra: s[f"{extra}_requirements"].split() for extra in ("dev", "docs")},
     entry_points={

@@ -2,10 +2,12 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from lhotse import CutSet
+from zipformer.modules import scaling
 
 from zipformer_recipes import finetune
 from zipformer_recipes.core import RunConfig, load_json
@@ -18,6 +20,7 @@ if __name__ == "__main__":
     world = dist.get_world_size() if dist.is_initialized() else 1
     t = finetune.make_trainer(cfg, rank, device)
     t.wrapped.eval()  # nothing random: what is compared is the arithmetic of the update
+    scaling.random = SimpleNamespace(random=lambda: 1.0)  # Whiten and Balancer draw also in eval mode
     cuts = list(load_cuts(cfg.path("data") / "target_train_cuts.jsonl.gz"))
     pairs = [CutSet.from_cuts(cuts[i : i + 2]) for i in range(0, 4 * UPDATES, 2)]
     batches, grads, step = list(loader_of(None, pairs)), [], finetune.take_step

@@ -227,7 +227,7 @@ def test_run_folder_belongs_to_its_data_and_model(tmp_path):
     before = (tmp_path / "run" / "run.json").read_bytes()
     with pytest.raises(RunFolderError) as caught:
         core.open_run(cfg.replace(max_utts=3, causal=True))
-    assert "max_utts: 24 before, 3 now" in caught.value.what and "causal" in caught.value.what
+    assert f"max_utts: {cfg.max_utts} before, 3 now" in caught.value.what and "causal" in caught.value.what
     assert "--run-dir" in caught.value.remedy
     corpus.write_text("audio,text\na.wav,A\n")
     with pytest.raises(RunFolderError, match="corpus: the file has changed"):

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from toy import ARCH, write_model, write_run
+from zipformer.modules import scaling
 
 from zipformer_recipes import finetune
 from zipformer_recipes.checkpoint import save_checkpoint
@@ -68,7 +70,7 @@ def test_two_ranks_end_equal_and_match_one_rank_with_doubled_accumulation(cfg, t
     assert all(torch.allclose(first["grads"][k], g, rtol=1e-4, atol=1e-6 * scale) for k, g in single["grads"].items())
     start = load_checkpoint(cfg.finetune_ckpt).state
     moved, apart = (flat(single["model"], other) for other in (start, first["model"]))
-    assert moved.norm() > 0 and apart.norm() / moved.norm() < 0.1  # Adam enlarges rounding where gradients are near 0
+    assert moved.norm() > 0 and apart.norm() / moved.norm() < 1e-3
 
 
 def flat(a: dict, b: dict) -> torch.Tensor:
@@ -78,6 +80,7 @@ def flat(a: dict, b: dict) -> torch.Tensor:
 def test_accumulated_gradient_is_that_of_the_joined_batch(cfg, monkeypatch):
     t = finetune.make_trainer(cfg)
     t.wrapped.eval()
+    monkeypatch.setattr(scaling, "random", SimpleNamespace(random=lambda: 1.0))  # Whiten and Balancer draw also here
     cuts = [c for c in load_cuts(cfg.path("data") / "target_train_cuts.jsonl.gz")]
     length = max({c.num_frames for c in cuts}, key=[c.num_frames for c in cuts].count)
     equal = [c for c in cuts if c.num_frames == length][:4]
@@ -207,7 +210,7 @@ def test_a_failing_run_shows_its_own_error(cfg, tmp_path):
     broken = tmp_path / "broken.pt"
     broken.write_bytes(Path(cfg.finetune_ckpt).read_bytes()[:1000])
     with pytest.raises(RecipeError, match="CheckpointError"):
-        finetune.run(cfg.replace(finetune_ckpt=str(broken), exp_dir=str(tmp_path / "exp")))
+        finetune.run(cfg.replace(finetune_ckpt=str(broken), run_dir=str(tmp_path), manifest_dir=str(cfg.path("data"))))
     assert "CheckpointError" in (tmp_path / "exp/log/train.log").read_text() and not list(
         (tmp_path / "exp").glob("epoch-*.pt")
     )
@@ -264,7 +267,7 @@ def test_learning_rates_of_parts_and_freezing(cfg):
     after = t.model.state_dict()
     assert torch.equal(before["encoder_embed.out.weight"], after["encoder_embed.out.weight"])
     assert not torch.equal(before["joiner.output_linear.weight"], after["joiner.output_linear.weight"])
-    assert sorted(g["lr"] for g in t.optimizer.param_groups) == [0.01, 0.02]
+    assert sorted(g["lr"] for g in t.optimizer.param_groups) == pytest.approx([0.01, 0.02])
     with pytest.raises(ConfigError, match="no parameter begins"):
         finetune.make_trainer(cfg.replace(lr_scales="encodr=0.5"))
 

@@ -115,18 +115,6 @@ def test_losses_per_utterance_sum_up(donor):
         assert float(each[name].sum()) == pytest.approx(float(total[name]), rel=1e-5)
 
 
-def test_frame_targets_add_their_cross_entropy(donor):
-    donor.eval()
-    x, lens, y = torch.randn(2, 80, 80), torch.tensor([80, 60]), [[3, 4], [5]]
-    with torch.no_grad():
-        encoder_out, _ = donor.forward_encoder(x, lens)
-        targets = torch.full(encoder_out.shape[:2], -1)
-        targets[0, 2], targets[1, 0] = 7, 9
-        losses = donor(x, lens, y, frame_targets=targets)
-        log_probs = donor.ctc_output(encoder_out)
-    assert float(losses["flat"]) == pytest.approx(-float(log_probs[0, 2, 7] + log_probs[1, 0, 9]), rel=1e-5)
-
-
 @pytest.mark.parametrize("wrong, near", [("medum", "medium"), ({"encoder_dims": "1"}, "encoder_dim")])
 def test_unknown_names_get_the_nearest(wrong, near):
     with pytest.raises(ConfigError, match=near):

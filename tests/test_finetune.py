@@ -296,6 +296,14 @@ def test_precision_on_this_device(cfg):
     assert finetune.precision_of(cfg.replace(use_fp16=True), torch.device("cuda", 0))[0] is torch.float16
 
 
+def test_bfloat16_trains_on_a_cpu(cfg, tmp_path):
+    "The backward pass too: the package's own functions restore autocast on CUDA only."
+    finetune.train(cfg.replace(use_bf16=True, exp_dir=str(tmp_path), num_epochs=1))
+    train, _ = finetune.read_metrics(tmp_path)
+    assert train and all(r["finite"] for r in train)
+    assert weights(tmp_path / "final.pt")["model"]["encoder_embed.out.weight"].dtype is torch.float32
+
+
 def test_training_from_nothing_learns_too(cfg, tmp_path):
     new = cfg.replace(
         do_finetune=False, model="mini", exp_dir=str(tmp_path), num_epochs=2, batch_count_start=20000, **ARCH

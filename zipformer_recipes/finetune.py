@@ -316,7 +316,8 @@ def train_update(t: Trainer, batches: list[dict]) -> dict:
         with t.wrapped.no_sync() if wait else torch.enable_grad():
             loss, parts = batch_loss(t, batch)
             # zipformer's own backward passes restore autocast on CUDA only; without it bfloat16 fails on a CPU
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=t.device.type == "cpu" and t.dtype is torch.bfloat16):
+            on_cpu = t.device.type == "cpu" and t.dtype is torch.bfloat16
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on_cpu):
                 t.scaler.scale(loss * scale).backward()
         for k, v in parts.items():
             sums[k] = sums.get(k, 0.0) + v

@@ -444,7 +444,7 @@ def train_row(t: Trainer, result: dict, batches: list[dict], seconds: float) -> 
         "memory_mb": memory / 1e6,
     }
 
-
+# %% ../nbs/07_finetune.ipynb #7a11e5ab
 def metrics_writer(t: Trainer, exp: Path):
     "Function that appends a row to `metrics.jsonl` and to TensorBoard; silent on all ranks but 0."
     if t.rank:

@@ -108,7 +108,7 @@ def pretrain(cfg: RunConfig, out: Path) -> dict:
     write_report(cfg.run_dir, "pretrain", meta)
     return meta
 
-
+# %% ../nbs/13_pretrain.ipynb #e986a4c7
 def main(argv=None) -> None:
     "`zipformer-recipes pretrain [--setting VALUE ...]`: remake the shipped model; continues after a stop."
     cfg = parse_cli(
@@ -116,6 +116,5 @@ def main(argv=None) -> None:
     )
     out = Path(cfg.run_dir) / "pretrained"
     made = pretrain(cfg, out)
-    print(
-        f"source test WER {made['source_test']['wer']:.2f} %, {made['wall_seconds'] / 60:.0f} min: {out}"
-    )
+    minutes = made["result"]["train_seconds"] / 60
+    print(f"source test WER {made['source_test']['wer']:.2f} %, {minutes:.0f} minutes of training: {out}")

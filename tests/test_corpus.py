@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,23 @@ def test_the_same_text_is_always_in_the_same_split():
 def test_forbidden_sentences_never_come_out():
     some = frozenset(corpus.source_sentences(50))
     assert not some & set(corpus.source_sentences(200, forbidden=some))
+
+
+COMPLETE = "digit teen tens ordinal day month letter phonetic symbol number digits num2".split()  # nothing was chosen
+
+
+@apt
+def test_no_word_of_the_grammar_was_chosen_because_dev_or_test_has_it():
+    said = {s: set() for s in ("train", "dev", "test")}
+    for row in corpus.target_entries(corpus.cache_folder())[0]:
+        said[row["split"]] |= set(row["text"].lower().split())
+    classes, patterns, _ = corpus.load_grammar()
+    classes = classes | {"patterns": [re.sub(r"\{\w+\}", " ", p) for p in patterns]}
+    held = (said["dev"] | said["test"]) - said["train"] - set(classes["common"])
+    chosen = {w for n, ws in classes.items() if n not in COMPLETE for m in ws for w in m.replace("-", " ").split()}
+    whole = {w for n in COMPLETE for m in classes[n] for w in m.split()}
+    assert len(classes["common"]) == 3862 and len(held) > 40, "the check has something to find"
+    assert held & chosen <= whole
 
 
 @apt

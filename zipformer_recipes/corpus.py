@@ -6,7 +6,7 @@
 __all__ = ['TARGET_PACKAGES', 'VOICE_PACKAGES', 'ONES', 'TENS', 'SPOKEN', 'SPLITS', 'TARGET_DIGEST', 'FLITE', 'ESPEAK',
            'TELEPHONE_RATE', 'MEAN_SECONDS', 'cache_folder', 'run_tool', 'needed_packages', 'package_index',
            'fetch_packages', 'checked_package', 'number_words', 'spoken_text', 'parse_transcripts', 'split_of',
-           'target_entries', 'load_grammar', 'expand', 'source_sentences', 'voice_of', 'speech_command',
+           'target_entries', 'load_grammar', 'common_words', 'expand', 'source_sentences', 'voice_of', 'speech_command',
            'speech_environment', 'synthesize', 'save_flac', 'source_entries', 'parallel', 'problem_of', 'read_csv',
            'quarantine', 'cuts_of_rows', 'main']
 
@@ -248,8 +248,8 @@ def target_entries(cache: Path) -> tuple[list[dict], list[dict]]:
 # %% ../nbs/02_corpus.ipynb #5d26e32b
 @lru_cache(maxsize=1)
 def load_grammar() -> tuple[dict[str, list[str]], list[str], list[int]]:
-    "Word classes, sentence patterns and their weights from `texts/source_grammar.txt`."
-    classes, patterns, weights = {}, [], []
+    "Word classes, sentence patterns and their weights from `texts/source_grammar.txt` and `common_words.txt`."
+    classes, patterns, weights = {"common": common_words()}, [], []
     for line in files("zipformer_recipes").joinpath("texts/source_grammar.txt").read_text().splitlines():
         if m := re.match(r"-(\d+) (.+)", line):
             weights.append(int(m[1]))
@@ -265,6 +265,12 @@ def load_grammar() -> tuple[dict[str, list[str]], list[str], list[int]]:
         }
     )
     return classes, patterns, weights
+
+
+def common_words() -> list[str]:
+    "The general word list of the source domain, taken whole from SCOWL."
+    lines = files("zipformer_recipes").joinpath("texts/common_words.txt").read_text().splitlines()
+    return [w for line in lines if not line.startswith("#") for w in line.split()]
 
 
 def expand(pattern: str, rng: random.Random) -> str:

@@ -322,3 +322,12 @@ def test_a_model_made_elsewhere_starts_a_run(tmp_path, cfg):
         tmp_path / "there" / "ddp.pt",
     )
     assert finetune.make_trainer(cfg.replace(finetune_ckpt=str(tmp_path / "there" / "ddp.pt"))).model.vocab_size == 24
+
+
+def test_foreign_objects_in_a_checkpoint_need_a_word_of_trust(cfg, tmp_path):
+    path = tmp_path / "foreign.pt"
+    torch.save(torch.load(cfg.finetune_ckpt, weights_only=True) | {"extra": write_model}, path)
+    settings = cfg.replace(finetune_ckpt=str(path), bpe_model=str(Path(cfg.finetune_ckpt).parent / "bpe.model"))
+    with pytest.raises(CheckpointError, match="--trust-checkpoint 1"):
+        finetune.make_trainer(settings)
+    assert finetune.make_trainer(settings.replace(trust_checkpoint=True)).model.vocab_size == 24

@@ -118,6 +118,7 @@ class ModelOptions:
     finetune_ckpt: str = ""  # checkpoint to start from; "" = the one shipped in the package
     do_finetune: bool = True  # start from finetune_ckpt; otherwise from random weights
     init_modules: str = ""  # comma list of module prefixes to copy; "" = all
+    trust_checkpoint: bool = False  # read finetune_ckpt although it holds unknown objects: left out, never run
     causal: bool = False  # streaming model: attention and convolution see no future chunk
     chunk_size: str = "16,32,64,-1"  # causal: chunk sizes drawn in training, frames at 50 Hz; -1 = all
     left_context_frames: str = "64,128,256,-1"  # causal: left context drawn in training, frames at 50 Hz
@@ -510,7 +511,8 @@ def absolute_paths(
 
 # %% ../nbs/00_core.ipynb #90636ae4
 _MAY_CHANGE = {"cache_dir", "max_duration", "num_buckets", "num_workers", "use_mux", "mux_hours_ratio",
-               "enable_spec_aug", "spec_aug_after", "compare_mux", "do_finetune", "init_modules"}  # fmt: skip
+               "enable_spec_aug", "spec_aug_after", "compare_mux", "do_finetune", "init_modules",
+               "trust_checkpoint"}  # fmt: skip
 
 
 def fixed_settings(

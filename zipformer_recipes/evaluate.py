@@ -429,7 +429,7 @@ def of_the_run(
     cfg,  # RunConfig
 ):
     "`cfg`, its empty `finetune_ckpt`, `bpe_model` and `manifest_dir` filled in from `<run_dir>/run.json`."
-    file, names = Path(cfg.run_dir) / "run.json", ("finetune_ckpt", "bpe_model", "manifest_dir")
+    file, names = Path(cfg.run_dir) / "run.json", ("finetune_ckpt", "bpe_model", "manifest_dir", "trust_checkpoint")
     before = load_json(file)["config"] if file.is_file() else {}
     return cfg.replace(**{n: before[n] for n in names if before.get(n) and not getattr(cfg, n)})
 
@@ -498,9 +498,10 @@ def load_model(
     bpe_model: str | Path,  # tokenizer of the run, which must be the model's
     device: str = "cpu",
     chunk_size: str = "-1",  # frames at 50 Hz for a streaming model; a list or -1: the whole utterance
+    trust: bool = False,  # see `model.read_file`
 ):
     "The model of a checkpoint in eval mode on `device`; `CheckpointError` when it or its tokenizer does not fit."
-    model, beside, _ = load_pretrained(path)
+    model, beside, _ = load_pretrained(path, trust=trust)
     check_tokens(model.vocab_size, bpe_model, beside, str(path or "the shipped model"))
     if model.encoder.causal:
         model.encoder.chunk_size = (-1,) if "," in str(chunk_size) else (int(chunk_size),)
@@ -632,7 +633,8 @@ def run(
     decoding = dict(max_duration=cfg.eval_max_duration, method=cfg.decoding_method, device=device)
     report = {"wer": {}, "worst": {}, "rtf": {}, "models": models, "sets": {n: len(c) for n, c in sets.items()},
               "decoding": decoding | {"chunk_size": cfg.chunk_size, "seed": cfg.seed}, "normaliser": "score_words"}
-    loaded = {name: load_model(path, bpe_model, "cpu", cfg.chunk_size) for name, path in models.items()}
+    load = {"chunk_size": cfg.chunk_size, "trust": cfg.trust_checkpoint}
+    loaded = {name: load_model(path, bpe_model, **load) for name, path in models.items()}
     for name, model in loaded.items():
         model.to(device)
         for set_name, cuts in sets.items():

@@ -249,7 +249,7 @@ def initial_model(cfg, vocab_size: int) -> tuple[torch.nn.Module, list[dict]]:
     "Pretrained (`do_finetune`) or new model, and the table of tensors. Raises `CheckpointError`."
     if not cfg.do_finetune:
         return build_model(arch_of(cfg), vocab_size, cfg.loss_impl), []
-    ckpt = load_checkpoint(cfg.finetune_ckpt or shipped_folder())
+    ckpt = load_checkpoint(cfg.finetune_ckpt or shipped_folder(), trust=cfg.trust_checkpoint)
     if ckpt.vocab_size != vocab_size and not cfg.init_modules:
         raise CheckpointError(
             f"the checkpoint has {ckpt.vocab_size} tokens, the tokenizer {vocab_size}",
@@ -444,7 +444,7 @@ def train_row(t: Trainer, result: dict, batches: list[dict], seconds: float) -> 
         "memory_mb": memory / 1e6,
     }
 
-# %% ../nbs/07_finetune.ipynb #7a11e5ab
+# %% ../nbs/07_finetune.ipynb #aa01f144
 def metrics_writer(t: Trainer, exp: Path):
     "Function that appends a row to `metrics.jsonl` and to TensorBoard; silent on all ranks but 0."
     if t.rank:

@@ -337,7 +337,8 @@ def read_file(
     if unknown and not trust:
         raise CheckpointError(
             f"besides tensors it wants to build {', '.join(unknown[:5])}, which can run code", str(path),
-            "ask its author for the state dict alone, or pass trust=True: foreign objects are then left out, never run")
+            "ask its author for the state dict alone, or pass trust=True (--trust-checkpoint 1): "
+            "foreign objects are then left out, never run")
     try:
         with torch.serialization.safe_globals([(Inert, name) for name in names]), warnings.catch_warnings():
             warnings.simplefilter("ignore")

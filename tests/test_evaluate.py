@@ -459,3 +459,15 @@ def test_notebook_runs_on_another_folder(tiny_run, tmp_path, monkeypatch):
     assert read_report(tiny_run, "evaluate")["decoding"]["method"] == "ctc_greedy_search"
     pictures = [o for c in done.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
     assert len(pictures) == 4
+
+
+def test_the_stored_seeds_are_of_one_recipe_and_their_spread_is_counted():
+    from importlib.resources import files
+
+    rows = load_json(files("zipformer_recipes") / "texts" / "seeds.json")
+    assert len({r["seed"] for r in rows}) == len(rows) >= 3 and len({r["epochs"] for r in rows}) == 1
+    spread = {(r["model"], r["set"]): r for r in ev.seed_spread(rows)}
+    mixed = spread["fine-tuned+mux", "target_test"]
+    assert mixed["runs"] == len(rows) and mixed["lowest"] <= mixed["mean"] <= mixed["highest"]
+    zero = spread["zero-shot", "source_test"]
+    assert zero["lowest"] == zero["highest"], "the same file each time"

@@ -9,7 +9,7 @@ __all__ = ['METHODS', 'LOG_EPS', 'MIN_FRAMES', 'EMPTY_LIMIT', 'DELETION_LIMIT', 
            'utterance_row', 'bootstrap_interval', 'diagnose', 'worst_utterances', 'show_aligned', 'wer_by_length',
            'recogs_text', 'errs_text', 'write_icefall_files', 'of_the_run', 'find_models', 'find_sets', 'check_tokens',
            'load_model', 'padding_effect', 'score_cuts', 'measure_rtf', 'device_name', 'wer_table', 'plot_wer', 'run',
-           'summary_line', 'main']
+           'summary_line', 'main', 'seed_spread']
 
 # %% ../nbs/08_evaluate.ipynb #c084ee38
 import math
@@ -673,3 +673,18 @@ def main(
 
 # %% ../nbs/08_evaluate.ipynb #5752fec2
 script_entry(globals())
+
+# %% ../nbs/08_evaluate.ipynb #bf9c5e01
+def seed_spread(
+    rows: list[dict],  # of `tests/bench_seeds.py`: seed, wer = model -> set -> percent
+) -> list[dict]:  # model, set, runs, mean, lowest, highest
+    "Mean and range of the word error rates over seeds; a model that a seed did not train does not count there."
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        for model, sets in row["wer"].items():
+            for name, rate in sets.items():
+                found.setdefault((model, name), []).append(rate)
+    return [
+        {"model": m, "set": s, "runs": len(r), "mean": statistics.mean(r), "lowest": min(r), "highest": max(r)}
+        for (m, s), r in sorted(found.items(), key=lambda item: item[0][1], reverse=True)
+    ]

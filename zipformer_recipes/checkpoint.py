@@ -262,6 +262,18 @@ def _from_all_ranks(mine):
     dist.all_gather_object(everyone, mine)
     return everyone
 
+# %% ../nbs/06_checkpoint.ipynb #c1c474c4
+def _refuse_partial(state, model, names):
+    "Raises `CheckpointError` when a part to restore is absent or the weights have other names or shapes"
+    absent = [name for name in sorted(names) if not isinstance(state.get(name), dict)]
+    if absent:
+        raise CheckpointError(f"no {', '.join(absent)} in it", "restore_state", "resume with a checkpoint of this run")
+    mine, theirs = ({k: tuple(v.shape) for k, v in s.items()} for s in (model.state_dict(), state["model"]))
+    if mine != theirs:
+        odd = sorted(set(mine.items()) ^ set(theirs.items()))[:2]
+        raise CheckpointError(f"its weights do not fit the model, e.g. {odd}", "restore_state",
+                              "resume with the model options the run was started with")
+
 # %% ../nbs/06_checkpoint.ipynb #3cfdbef8
 def restore_state(
     state: dict,  # of `load_training_state`
@@ -292,15 +304,3 @@ def restore_state(
         set_rng_state(ranks[rank]["rng"])
     kept = {k: v for k, v in state.items() if k not in (*parts, "model", "ranks", "format", "arch", "vocab_size")}
     return kept | {"same_ranks": len(ranks) == count}
-
-
-def _refuse_partial(state, model, names):
-    "Raises `CheckpointError` when a part to restore is absent or the weights have other names or shapes"
-    absent = [name for name in sorted(names) if not isinstance(state.get(name), dict)]
-    if absent:
-        raise CheckpointError(f"no {', '.join(absent)} in it", "restore_state", "resume with a checkpoint of this run")
-    mine, theirs = ({k: tuple(v.shape) for k, v in s.items()} for s in (model.state_dict(), state["model"]))
-    if mine != theirs:
-        odd = sorted(set(mine.items()) ^ set(theirs.items()))[:2]
-        raise CheckpointError(f"its weights do not fit the model, e.g. {odd}", "restore_state",
-                              "resume with the model options the run was started with")

@@ -142,7 +142,7 @@ def number_words(digits: str) -> str:
         return f"{ONES[n // 100]} hundred"
     return " ".join(ONES[int(d)] for d in digits)
 
-# %% ../nbs/02_corpus.ipynb #b674fcf3
+# %% ../nbs/02_corpus.ipynb #6a986e40
 SPOKEN = {  # written -> spoken, as whole words; misspellings of the list are corrected to what is said
     "*": "star",
     "#": "pound",
@@ -173,7 +173,7 @@ SPOKEN = {  # written -> spoken, as whole words; misspellings of the list are co
     "inter-asterisk": "inter asterisk",
 }
 
-
+# %% ../nbs/02_corpus.ipynb #b674fcf3
 def spoken_text(text: str) -> str:
     "Upper-case words as they are spoken: digits, symbols and abbreviations spelled, punctuation dropped."
     text = text.replace("\u2019", "'").lower()

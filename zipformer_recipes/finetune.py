@@ -11,7 +11,7 @@ __all__ = ['TRAIN_NAMES', 'VALID_NAMES', 'SOURCE_NAMES', 'LOSS_FRAMES', 'MAX_SKI
            'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder', 'describe', 'report_epoch',
            'finish', 'free_port', 'command_of', 'follow', 'run', 'main', 'read_metrics', 'plot_runs']
 
-# %% ../nbs/07_finetune.ipynb #8c1e009c
+# %% ../nbs/07_finetune.ipynb #7ee82947
 import copy
 import json
 import logging
@@ -32,6 +32,7 @@ import yaml
 from torch.nn.parallel import DistributedDataParallel
 from zipformer.modules.optim import Eden, ScaledAdam
 
+# %% ../nbs/07_finetune.ipynb #62742d8a
 from zipformer_recipes.checkpoint import (
     average_range,
     gather_state,
@@ -60,6 +61,8 @@ from zipformer_recipes.core import (
     set_threads,
     write_report,
 )
+
+# %% ../nbs/07_finetune.ipynb #34a5286b
 from .data import Tokenizer, encoder_frames, fault_of, load_cuts, loader_of, mix_cuts, sampler_of
 from .evaluate import decode_cuts, wer_counts
 from zipformer_recipes.model import (

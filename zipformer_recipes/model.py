@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MEDIUM', 'PER_STACK', 'PRESETS', 'SWOOSH', 'HARMLESS', 'STATUSES', 'resolve_arch', 'stacks', 'swoosh',
-           'swoosh_and_slope', 'set_swoosh', 'pad_tokens', 'Zipformer', 'front_end', 'build_model', 'size_table',
-           'set_batch_count', 'refuse_pointer', 'Inert', 'foreign_objects', 'read_file', 'check_archive',
+           'swoosh_and_slope', 'set_swoosh', 'pad_tokens', 'transducer_losses', 'Zipformer', 'front_end', 'build_model',
+           'size_table', 'set_batch_count', 'refuse_pointer', 'Inert', 'foreign_objects', 'read_file', 'check_archive',
            'strip_prefixes', 'Checkpoint', 'pick_state', 'load_checkpoint', 'config_beside', 'stored_options',
            'stack_options', 'head_options', 'infer_arch', 'complete_arch', 'arch_differences', 'checkpoint_arch',
            'arch_of', 'compare_tensors', 'load_table', 'refuse_mismatch', 'load_gaps', 'refuse_other_arch',
@@ -162,6 +162,36 @@ def pad_tokens(
         row[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
     return out.to(device), lens.to(device)
 
+# %% ../nbs/05_model.ipynb #1afe6e1c
+def transducer_losses(
+    model,  # `Zipformer`
+    encoder_out: torch.Tensor,  # (N, T, C)
+    encoder_out_lens: torch.Tensor,  # (N,)
+    y: list[list[int]],  # tokens of each utterance
+    prune_range: int = 5,
+    am_scale: float = 0.0,
+    lm_scale: float = 0.0,
+    reduction: str = "sum",
+) -> tuple[torch.Tensor, torch.Tensor]:  # simple, pruned
+    "Simple and pruned loss of encoder output; both in float32 whatever autocast says."
+    loss, device = model.loss, encoder_out.device
+    symbols, symbol_lens = pad_tokens(y, device)
+    begin = torch.zeros_like(symbol_lens)
+    boundary = torch.stack([begin, begin, symbol_lens, encoder_out_lens.to(torch.int64)], dim=1)
+    shared = dict(symbols=symbols, termination_symbol=model.blank_id, boundary=boundary, reduction=reduction)
+    decoder_out = model.decoder(torch.nn.functional.pad(symbols, (1, 0), value=model.blank_id))
+    am, lm = model.simple_am_proj(encoder_out), model.simple_lm_proj(decoder_out)
+    with torch.autocast(device.type, enabled=False):
+        simple, (px_grad, py_grad) = loss.rnnt_loss_smoothed(
+            lm=lm.float(), am=am.float(), lm_only_scale=lm_scale, am_only_scale=am_scale,
+            return_grad=True, **shared)
+    ranges = loss.get_rnnt_prune_ranges(px_grad=px_grad, py_grad=py_grad, boundary=boundary, s_range=prune_range)
+    am, lm = loss.do_rnnt_pruning(
+        am=model.joiner.encoder_proj(encoder_out), lm=model.joiner.decoder_proj(decoder_out), ranges=ranges)
+    logits = model.joiner(am, lm, project_input=False)
+    with torch.autocast(device.type, enabled=False):
+        return simple, loss.rnnt_loss_pruned(logits=logits.float(), ranges=ranges, **shared)
+
 # %% ../nbs/05_model.ipynb #2dc6c289
 class Zipformer(AsrModel):
     """Transducer with an optional CTC head whose losses need no k2.
@@ -183,26 +213,9 @@ class Zipformer(AsrModel):
             self._loss = loss_backend(self.loss_impl)
         return self._loss
 
-    def forward_transducer(self, encoder_out, encoder_out_lens, y, prune_range=5, am_scale=0.0, lm_scale=0.0,
-                           reduction="sum"):
-        "Simple and pruned loss of encoder output `(N, T, C)`; both in float32 whatever autocast says."
-        loss, device = self.loss, encoder_out.device
-        symbols, symbol_lens = pad_tokens(y, device)
-        begin = torch.zeros_like(symbol_lens)
-        boundary = torch.stack([begin, begin, symbol_lens, encoder_out_lens.to(torch.int64)], dim=1)
-        shared = dict(symbols=symbols, termination_symbol=self.blank_id, boundary=boundary, reduction=reduction)
-        decoder_out = self.decoder(torch.nn.functional.pad(symbols, (1, 0), value=self.blank_id))
-        am, lm = self.simple_am_proj(encoder_out), self.simple_lm_proj(decoder_out)
-        with torch.autocast(device.type, enabled=False):
-            simple, (px_grad, py_grad) = loss.rnnt_loss_smoothed(
-                lm=lm.float(), am=am.float(), lm_only_scale=lm_scale, am_only_scale=am_scale,
-                return_grad=True, **shared)
-        ranges = loss.get_rnnt_prune_ranges(px_grad=px_grad, py_grad=py_grad, boundary=boundary, s_range=prune_range)
-        am, lm = loss.do_rnnt_pruning(
-            am=self.joiner.encoder_proj(encoder_out), lm=self.joiner.decoder_proj(decoder_out), ranges=ranges)
-        logits = self.joiner(am, lm, project_input=False)
-        with torch.autocast(device.type, enabled=False):
-            return simple, loss.rnnt_loss_pruned(logits=logits.float(), ranges=ranges, **shared)
+    def forward_transducer(self, *inputs, **options):
+        "Simple and pruned loss, see `transducer_losses`."
+        return transducer_losses(self, *inputs, **options)
 
     def forward_losses(self, x, x_lens, y, prune_range=5, am_scale=0.0, lm_scale=0.0, reduction="sum") -> dict:
         "Losses `simple`, `pruned`, `ctc` (those the model has) of features `x` `(N, T, 80)` and token lists `y`."

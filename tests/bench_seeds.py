@@ -37,7 +37,7 @@ def run_seed(demo: Path, seed: int, runs: list[str]) -> Path:
     todo = [name for name in runs if not (run_dir / name / "result.json").exists()]
     for name in todo:
         finetune.run(cfg.replace(use_mux=name == "exp_mux", exp_dir=str(run_dir / name)))
-    if todo:
+    if todo or not (run_dir / "evaluate.json").exists():
         evaluate.run(cfg)
     return run_dir
 

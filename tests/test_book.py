@@ -128,6 +128,19 @@ def test_from_keeps_what_is_before_and_repeats_the_rest(no_kernel, command, tmp_
     assert "did you mean finetune?" in capsys.readouterr().err
 
 
+def test_what_the_doctor_sees_is_looked_at_anew_and_changes_no_number(no_kernel, command, nbs, tmp_path, monkeypatch):
+    toy(nbs, "01_env")
+    assert command() == 0 and command() == 0
+    assert log(tmp_path) == ["env", "data", "finetune"]
+    assert command("-p", "wanted=cpu") == 0
+    monkeypatch.setattr(book, "machine_now", lambda: ("another kernel", "driver 999", ["a card"]))
+    assert command("-p", "wanted=cpu") == 0
+    assert log(tmp_path)[3:] == ["env", "env"], "what was trained before stays as it is"
+    book.marker_path(tmp_path / "run", book.find_stages(nbs)[0]).unlink()
+    assert command("--from", "finetune", "-p", "wanted=cpu") == 0
+    assert log(tmp_path)[5:] == ["env", "finetune"]
+
+
 def test_what_was_trained_on_older_data_is_not_taken_for_new(no_kernel, command, tmp_path):
     assert command() == 0
     assert command("--from", "finetune", "-p", "seed=9") == 0

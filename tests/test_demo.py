@@ -30,7 +30,7 @@ def smoke(tmp_path_factory):
 def test_one_command_runs_every_stage(smoke):
     run_dir, done = smoke
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for stage in ("data", "finetune", "evaluate"):
+    for stage in ("env", "data", "finetune", "evaluate"):
         assert json.loads((run_dir / f"{stage}.json").read_text())
     wer = json.loads((run_dir / "evaluate.json").read_text())["wer"]
     assert set(wer) == {"zero-shot", "fine-tuned", "fine-tuned+mux"}
@@ -44,7 +44,7 @@ def test_one_command_runs_every_stage(smoke):
 def test_every_cell_of_every_stage_ran(smoke):
     run_dir, _ = smoke
     notebooks = sorted((run_dir / "notebooks").glob("*.ipynb"))
-    assert [p.stem for p in notebooks] == ["03_data", "07_finetune", "08_evaluate"]
+    assert [p.stem for p in notebooks] == ["01_env", "03_data", "07_finetune", "08_evaluate"]
     for path in notebooks:
         code = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
         assert {c.metadata.papermill.status for c in code} == {"completed"}

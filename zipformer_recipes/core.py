@@ -8,7 +8,7 @@ __all__ = ['RecipeError', 'ConfigError', 'DataError', 'CheckpointError', 'ToolEr
            'check_names', 'profile_names', 'read_profile', 'RunConfig', 'check_ranges', 'field_notes', 'cli_help',
            'split_options', 'parse_cli', 'exit_code', 'script_entry', 'atomic_write', 'save_json', 'load_json',
            'write_report', 'read_report', 'absolute_paths', 'fixed_settings', 'file_digest', 'versions', 'check_run',
-           'open_run', 'progress', 'seed_all', 'available_cores', 'set_threads']
+           'open_run', 'progress', 'seed_all', 'available_cores', 'set_threads', 'cache_folder']
 
 # %% ../nbs/00_core.ipynb #795b1337
 import contextlib
@@ -190,6 +190,7 @@ class RunOptions:
     profile: str = "demo"  # name of a shipped profile, or the path of your own YAML file
     run_dir: str = "runs/demo"  # everything this run writes
     seed: int = 42  # of python, numpy and torch
+    wanted: str = ""  # stack the doctor judges against: reference, installed or cpu; "" = what the profile needs
 
 # %% ../nbs/00_core.ipynb #fbf75427
 def _to_bool(value):
@@ -631,3 +632,14 @@ def set_threads(
     wanted = n or int(os.environ.get("OMP_NUM_THREADS", 0) or 0) or max(1, available_cores() // ranks)
     torch.set_num_threads(wanted)
     return wanted
+
+# %% ../nbs/00_core.ipynb #151021ee
+def cache_folder(
+    cfg=None,  # a RunConfig; None = no cache_dir
+) -> Path:  # the folder, made where it is missing
+    "Where downloads and synthetic speech are kept: `cfg.cache_dir`, `$ZIPFORMER_RECIPES_CACHE` or the user's cache."
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    own = (cfg.cache_dir if cfg else "") or os.environ.get("ZIPFORMER_RECIPES_CACHE")
+    named = Path(own or Path(home) / "zipformer_recipes")
+    named.mkdir(parents=True, exist_ok=True)
+    return named.resolve()

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['TARGET_PACKAGES', 'VOICE_PACKAGES', 'ONES', 'TENS', 'SPOKEN', 'SPLITS', 'TARGET_DIGEST', 'FLITE', 'ESPEAK',
-           'TELEPHONE_RATE', 'MEAN_SECONDS', 'cache_folder', 'run_tool', 'needed_packages', 'package_index',
-           'fetch_packages', 'checked_package', 'number_words', 'spoken_text', 'parse_transcripts', 'split_of',
-           'target_entries', 'load_grammar', 'common_words', 'expand', 'source_sentences', 'voice_of', 'speech_command',
+           'TELEPHONE_RATE', 'MEAN_SECONDS', 'run_tool', 'needed_packages', 'package_index', 'fetch_packages',
+           'checked_package', 'number_words', 'spoken_text', 'parse_transcripts', 'split_of', 'target_entries',
+           'load_grammar', 'common_words', 'expand', 'source_sentences', 'voice_of', 'speech_command',
            'speech_environment', 'synthesize', 'save_flac', 'source_entries', 'parallel', 'problem_of', 'read_csv',
            'quarantine', 'cuts_of_rows', 'main']
 
-# %% ../nbs/02_corpus.ipynb #6a277ab5
+# %% ../nbs/02_corpus.ipynb #5012c5c7
 import csv
 import hashlib
 import json
@@ -30,21 +30,11 @@ import soundfile
 from lhotse import CutSet, Recording, RecordingSet, SupervisionSegment, SupervisionSet
 from scipy.signal import resample_poly
 
-from .core import DataError, DiskFullError, ToolError, atomic_write, parse_cli, progress
+from .core import DataError, DiskFullError, ToolError, atomic_write, cache_folder, parse_cli, progress
 
-# %% ../nbs/02_corpus.ipynb #151021ee
+# %% ../nbs/02_corpus.ipynb #4351de77
 TARGET_PACKAGES = ("asterisk-core-sounds-en", "asterisk-core-sounds-en-wav")
 VOICE_PACKAGES = ("flite", "espeak-ng")
-
-
-def cache_folder(cfg=None) -> Path:
-    "Where downloads and synthetic speech are kept: `cfg.cache_dir`, `$ZIPFORMER_RECIPES_CACHE` or the user's cache."
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    named = (
-        (cfg.cache_dir if cfg else "") or os.environ.get("ZIPFORMER_RECIPES_CACHE") or Path(home) / "zipformer_recipes"
-    )
-    Path(named).mkdir(parents=True, exist_ok=True)
-    return Path(named).resolve()
 
 # %% ../nbs/02_corpus.ipynb #cf3c2324
 def run_tool(*command: str, cwd: Path = None) -> str:

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['TRAIN_NAMES', 'VALID_NAMES', 'SOURCE_NAMES', 'LOSS_FRAMES', 'MAX_SKIPPED', 'COUNTERS', 'launched_ranks',
-           'check_ranks', 'start_ranks', 'all_ranks', 'precision_of', 'parameter_groups', 'make_optimizer', 'Trainer',
-           'find_manifest', 'training_sets', 'find_tokenizer', 'initial_model', 'make_trainer', 'loss_weights',
-           'batch_loss', 'train_update', 'take_step', 'epoch_plan', 'groups_of', 'current_batch_count',
-           'padded_seconds', 'train_epoch', 'train_row', 'metrics_writer', 'validate', 'save_state', 'load_state',
-           'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder', 'describe', 'report_epoch',
-           'finish', 'free_port', 'command_of', 'follow', 'run', 'main', 'read_metrics', 'plot_runs']
+           'check_ranks', 'on_this_machine', 'start_ranks', 'all_ranks', 'precision_of', 'parameter_groups',
+           'make_optimizer', 'Trainer', 'find_manifest', 'training_sets', 'find_tokenizer', 'initial_model',
+           'make_trainer', 'loss_weights', 'batch_loss', 'train_update', 'take_step', 'epoch_plan', 'groups_of',
+           'current_batch_count', 'padded_seconds', 'train_epoch', 'train_row', 'metrics_writer', 'validate',
+           'save_state', 'load_state', 'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder',
+           'describe', 'report_epoch', 'finish', 'free_port', 'command_of', 'follow', 'run', 'main', 'read_metrics',
+           'plot_runs']
 
 # %% ../nbs/07_finetune.ipynb #7ee82947
 import copy
@@ -93,6 +94,19 @@ def check_ranks(cfg) -> None:
             "torchrun and --world-size",
             f"use --nproc_per_node={cfg.world_size} or --world-size {launched}; without torchrun none is needed",
         )
+
+# %% ../nbs/07_finetune.ipynb #836debb5
+def on_this_machine(
+    cfg,  # RunConfig
+):  # the settings, with the torch loss where k2 is broken
+    "Apply `<run_dir>/env.json`: NCCL variables that are not set yet, and `loss_impl` where it is auto."
+    path = Path(cfg.run_dir) / "env.json"
+    found = load_json(path).get("settings", {}) if path.is_file() else {}
+    for name, value in found.get("environment", {}).items():
+        if name.startswith("NCCL_"):
+            os.environ.setdefault(name, str(value))
+    loss = found.get("loss_impl") if cfg.loss_impl == "auto" else ""
+    return cfg.replace(loss_impl=loss) if loss else cfg
 
 # %% ../nbs/07_finetune.ipynb #308fe1de
 def start_ranks(cfg) -> tuple[int, torch.device]:
@@ -562,6 +576,7 @@ def check_warmup(cfg, total: int) -> str:
 def train(cfg) -> dict:
     "One rank's run from first to last epoch; what was reached. Call it in each rank's process."
     check_ranks(cfg)
+    cfg = on_this_machine(cfg)
     rank, device = start_ranks(cfg)
     exp = prepare_folder(cfg, rank)
     t = make_trainer(cfg, rank, device)

@@ -360,3 +360,9 @@ def test_the_table_has_a_row_for_each_finding():
     bad = [f for f in found if f["status"] != "ok"]
     assert env.table_of(found).row_count == len(found) + len(bad)
     assert env.table_of(found, everything=False).row_count == 2 * len(bad)
+
+
+def test_the_chapter_shows_table_and_pictures():
+    cells = json.loads((Path(__file__).parents[1] / "nbs" / "01_env.ipynb").read_text())["cells"]
+    shown = [o.get("data", {}) for c in cells for o in c.get("outputs", [])]
+    assert sum("image/png" in d for d in shown) == 2 and sum("text/html" in d for d in shown) >= 2

@@ -9,17 +9,15 @@ __all__ = ['TRAIN_NAMES', 'VALID_NAMES', 'SOURCE_NAMES', 'LOSS_FRAMES', 'MAX_SKI
            'make_trainer', 'loss_weights', 'batch_loss', 'train_update', 'take_step', 'epoch_plan', 'groups_of',
            'current_batch_count', 'padded_seconds', 'train_epoch', 'train_row', 'metrics_writer', 'validate',
            'save_state', 'load_state', 'final_weights', 'average_period', 'check_warmup', 'train', 'prepare_folder',
-           'describe', 'report_epoch', 'finish', 'free_port', 'command_of', 'follow', 'run', 'main', 'read_metrics',
-           'plot_runs']
+           'describe', 'report_epoch', 'finish', 'command_of', 'follow', 'run', 'main', 'read_metrics', 'plot_runs']
 
-# %% ../nbs/07_finetune.ipynb #7ee82947
+# %% ../nbs/07_finetune.ipynb #00d1a70e
 import copy
 import json
 import logging
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -63,8 +61,9 @@ from zipformer_recipes.core import (
     write_report,
 )
 
-# %% ../nbs/07_finetune.ipynb #34a5286b
+# %% ../nbs/07_finetune.ipynb #ccb0e4d0
 from .data import Tokenizer, encoder_frames, fault_of, load_cuts, loader_of, mix_cuts, sampler_of
+from .env_facts import free_port
 from .evaluate import decode_cuts, wer_counts
 from zipformer_recipes.model import (
     arch_of,
@@ -692,14 +691,7 @@ def finish(t: Trainer, exp: Path, sets: dict) -> dict:
     save_json(exp / "result.json", result)
     return result
 
-# %% ../nbs/07_finetune.ipynb #cf714cd2
-def free_port() -> int:
-    "A TCP port nobody listens on."
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
+# %% ../nbs/07_finetune.ipynb #a679cd16
 def command_of(cfg) -> list[str]:
     "Command that trains with these settings, a process for each rank; the settings go through a file in `exp`."
     exp = cfg.path("exp")

@@ -8,10 +8,10 @@ __all__ = ['META', 'MEMBER', 'INDEX_VERSION', 'ROOTS', 'TRAINABLE', 'seconds_of'
            'InMemory', 'Subset', 'Joined', 'hours_of', 'places_in', 'with_paths', 'write_roots', 'audio_root_of',
            'write_cuts', 'possible_roots', 'find_root', 'Indexed', 'sample_paths', 'no_manifest', 'open_cuts',
            'check_paths', 'load_cuts', 'encoder_frames', 'tokenizer_digest', 'count_tokens', 'faults_of', 'usable',
-           'Plan', 'bucket_edges', 'fill', 'even_out', 'plan_epoch', 'padding_of', 'bucket_count', 'dry_run',
-           'check_plan', 'dry_run_table', 'plot_plan', 'mix_positions', 'mix_report', 'mixed', 'own_randomness',
-           'Failure', 'blame', 'Batches', 'failed', 'crashed', 'loader_limits', 'start_worker', 'loader_of',
-           'batch_bytes', 'spec_augment', 'measure_workers', 'best_workers']
+           'Plan', 'bucket_edges', 'fill', 'even_out', 'neighbour', 'plan_epoch', 'padding_of', 'bucket_count',
+           'dry_run', 'check_plan', 'dry_run_table', 'plot_plan', 'mix_positions', 'mix_report', 'mixed',
+           'own_randomness', 'Failure', 'blame', 'Batches', 'failed', 'crashed', 'loader_limits', 'start_worker',
+           'loader_of', 'batch_bytes', 'spec_augment', 'measure_workers', 'best_workers']
 
 # %% ../nbs/03b_batches.ipynb #7c62438d
 import contextlib
@@ -173,7 +173,7 @@ def lines_of(
         place = f"{path}, after line {number}"
         raise DataError(f"the cut manifest cannot be read: {type(error).__name__} {error}", place, remedy) from None
 
-# %% ../nbs/03b_batches.ipynb #c9a743c7
+# %% ../nbs/03b_batches.ipynb #0b64c745
 def packed_place(
     path,  # somebody's manifest
 ) -> Path:
@@ -194,7 +194,8 @@ def packed_copy(
     if note.is_file() and note.read_text() == source and read_index(target):
         return target
     note.unlink(missing_ok=True)
-    rows = (row for _, _, row in progress(lines_of(path), f"index {Path(path).name}", unit="cut"))
+    rows = (row for _, _, row in lines_of(path))
+    rows = progress(rows, f"index {Path(path).name}", unit="cut") if os.path.getsize(path) > 5e6 else rows
     write_lines(target, rows)
     atomic_write(note, lambda file: file.write(source.encode()))
     return target
@@ -486,7 +487,7 @@ def encoder_frames(
     left = np.maximum(0, ((np.asarray(frames) - 7) // 2 + 1) // 2)
     return left if np.ndim(frames) else int(left)
 
-# %% ../nbs/03b_batches.ipynb #24f42881
+# %% ../nbs/03b_batches.ipynb #0f4beed8
 def tokenizer_digest(tokenizer) -> str:
     "A digest of a tokenizer's file."
     data = Path(tokenizer.path).read_bytes() if Path(tokenizer.path).is_file() else repr(tokenizer).encode()
@@ -508,7 +509,9 @@ def count_tokens(
         with contextlib.suppress(OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile), np.load(path) as found:
             if str(found["fingerprint"]) == cuts.fingerprint:
                 return found["tokens"]
-    counts = [len(tokenizer.encode(text_of(cuts.row(i)))) for i in progress(range(len(cuts)), "tokens", unit="cut")]
+    todo = range(len(cuts))
+    todo = progress(todo, "tokens", unit="cut") if len(cuts) > 20000 else todo
+    counts = [len(tokenizer.encode(text_of(cuts.row(i)))) for i in todo]
     counts = np.array(counts, dtype="i4")
     if path and os.access(path.parent, os.W_OK):
         atomic_write(path, lambda file: np.savez(file, tokens=counts, fingerprint=cuts.fingerprint))
@@ -613,7 +616,17 @@ def even_out(
         batches[b : b + 1] = [batches[b][:half], batches[b][half:]]
     return batches
 
-# %% ../nbs/03b_batches.ipynb #3c8716bf
+# %% ../nbs/03b_batches.ipynb #a29060e7
+def neighbour(
+    batch: list,  # of (position, seconds)
+    max_duration: float,  # s
+) -> tuple:
+    "Sort key that puts batches of equal cost side by side: the small ones by size, the full ones by length."
+    longest = max(s for _, s in batch)
+    padded = longest * len(batch)
+    return (True, longest) if padded >= 0.75 * max_duration else (False, padded)
+
+# %% ../nbs/03b_batches.ipynb #0e371a2b
 def plan_epoch(
     seconds: np.ndarray,  # (N,) duration of each cut, s
     max_duration: float,  # seconds of a batch, padding included
@@ -638,14 +651,14 @@ def plan_epoch(
         full, waiting = fill(part.tolist(), seconds[part].tolist(), max_duration, waiting)
         batches += full
     batches = even_out([*batches, waiting] if waiting else batches, world_size)
-    batches.sort(key=lambda batch: (max(s for _, s in batch), len(batch)), reverse=not shuffle)
+    batches.sort(key=lambda batch: neighbour(batch, max_duration), reverse=not shuffle)
     grid = np.arange(len(batches)).reshape(-1, world_size)
     grid = rng.permutation(grid) if shuffle else grid
     sizes = np.cumsum([0] + [len(b) for b in batches])
     flat = np.array([i for b in batches for i, _ in b], dtype="i8")
     return Plan(flat, sizes, grid, left_out, num_buckets)
 
-# %% ../nbs/03b_batches.ipynb #4f0a3798
+# %% ../nbs/03b_batches.ipynb #0bac4963
 def padding_of(
     plan: Plan,
     seconds: np.ndarray,  # (N,) s
@@ -664,9 +677,9 @@ def bucket_count(
     choices=(1, 2, 3, 5, 8, 12, 20, 30, 50),
     sample: int = 50000,  # cuts the trials are made with
 ) -> int:
-    "The number of buckets for these durations: least padding, but at least four batches to a bucket."
+    "The number of buckets for these durations: least padding, but at least two batches to a bucket."
     fitting = seconds[seconds <= max_duration]
-    most = max(1, fitting.sum() / (4 * max_duration))
+    most = max(1, fitting.sum() / (2 * max_duration))
     if len(fitting) > sample:
         fitting = np.random.default_rng(0).choice(fitting, sample, replace=False)
     counts = [n for n in choices if n <= most] if len(fitting) else [1]

@@ -145,7 +145,7 @@ def peers(count=4000, limit=200, workers=1):
             got = run(make())
             best[name] = min(best.get(name, got), got, key=lambda g: g[3] / g[0])
     base = best["DynamicBucketingSampler, icefall's settings"]
-    print(f"{count} cuts, {total / 3600:.1f} h, max_duration {limit} s, {workers} worker(s); x = against icefall's settings")
+    print(f"{count} cuts, {total / 3600:.1f} h, max_duration {limit} s, {workers} worker(s); x: against the second")
     for name, (audio, n, padded, seconds) in best.items():
         rate, per = (audio / seconds) / (base[0] / base[3]), (n / seconds) / (base[1] / base[3])
         print(f"{name:46} used {audio / total:6.1%}  padding {1 - audio / padded:5.1%}  {n} batches"

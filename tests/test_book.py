@@ -201,8 +201,8 @@ def test_a_kernel_that_dies_is_a_stage_error(nbs, tmp_path):
 def test_relative_paths_mean_the_callers_folder(nbs, tmp_path, monkeypatch):
     (tmp_path / "c.csv").write_text("audio,text\n")
     monkeypatch.chdir(tmp_path)
-    toy(nbs, "03_data", "assert Path(extra['corpus']).is_file(), extra")
-    book.run_book("smoke", "run", {"corpus": "c.csv"}, nbs=nbs)
+    toy(nbs, "03_data", "assert Path(extra['source']).is_file(), extra")
+    book.run_book("smoke", "run", {"source": "c.csv"}, nbs=nbs)
     assert log(tmp_path) == ["data", "finetune"]
 
 

@@ -66,7 +66,7 @@ def test_values_take_the_type_of_their_field(name, value, expected):
     [
         ("use_fp16", "maybe"), ("use_fp16", 2), ("num_epochs", "2.5"), ("num_epochs", True), ("num_epochs", "x"),
         ("base_lr", "fast"), ("base_lr", float("nan")), ("base_lr", 0), ("max_duration", -1), ("bpe_model", 3),
-        ("world_size", 0), ("mux_hours_ratio", 1.0), ("corpus", ["a.csv"]),
+        ("world_size", 0), ("mux_hours_ratio", 1.0), ("source", ["a.csv"]),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_by_name(name, value):
@@ -218,11 +218,11 @@ def test_reports(tmp_path):
 def test_run_folder_belongs_to_its_data_and_model(tmp_path):
     corpus = tmp_path / "c.csv"
     corpus.write_text("audio,text\n")
-    cfg = RunConfig.from_profile("smoke", run_dir=tmp_path / "run", corpus=corpus)
+    cfg = RunConfig.from_profile("smoke", run_dir=tmp_path / "run", source=corpus)
     core.open_run(cfg)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"] == cfg.to_dict() and record["versions"]["torch"] == core.versions()["torch"]
-    assert record["seed"] == cfg.seed and record["inputs"]["corpus"] == core.file_digest(corpus)
+    assert record["seed"] == cfg.seed and record["inputs"]["source"] == core.file_digest(corpus)
     core.open_run(cfg.replace(base_lr=0.01, num_epochs=9, use_mux=True, start_epoch=2))
     before = (tmp_path / "run" / "run.json").read_bytes()
     with pytest.raises(RunFolderError) as caught:
@@ -230,7 +230,7 @@ def test_run_folder_belongs_to_its_data_and_model(tmp_path):
     assert f"max_utts: {cfg.max_utts} before, 3 now" in caught.value.what and "causal" in caught.value.what
     assert "--run-dir" in caught.value.remedy
     corpus.write_text("audio,text\na.wav,A\n")
-    with pytest.raises(RunFolderError, match="corpus: the file has changed"):
+    with pytest.raises(RunFolderError, match="source: the file has changed"):
         core.open_run(cfg)
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
@@ -238,11 +238,11 @@ def test_run_folder_belongs_to_its_data_and_model(tmp_path):
 def test_run_folder_compares_paths_not_spellings(tmp_path, monkeypatch):
     (tmp_path / "c.csv").write_text("audio,text\n")
     monkeypatch.chdir(tmp_path)
-    cfg = RunConfig.from_profile("smoke", run_dir="run", corpus="c.csv")
+    cfg = RunConfig.from_profile("smoke", run_dir="run", source="c.csv")
     core.open_run(cfg)
-    core.open_run(cfg.replace(corpus=str(tmp_path / "c.csv")))
+    core.open_run(cfg.replace(source=str(tmp_path / "c.csv")))
     whole = core.absolute_paths(cfg.replace(train_cuts="giga_cuts_S.jsonl.gz"))
-    assert whole.corpus == str(tmp_path / "c.csv") and whole.run_dir == str(tmp_path / "run")
+    assert whole.source == str(tmp_path / "c.csv") and whole.run_dir == str(tmp_path / "run")
     assert whole.train_cuts == "giga_cuts_S.jsonl.gz", "a name within manifest_dir stays a name"
 
 

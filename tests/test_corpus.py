@@ -95,7 +95,7 @@ def test_synthetic_speech_is_the_same_twice_and_kept_in_the_cache(tmp_path):
 
 def test_without_apt_the_way_out_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolError, match="--corpus"):
+    with pytest.raises(ToolError, match="--source"):
         corpus.fetch_packages(corpus.TARGET_PACKAGES, tmp_path / "cache")
 
 

@@ -159,7 +159,7 @@ def own_corpus(tmp_path, rows=30, seconds=20.0):
 
 
 def test_the_disk_needed_follows_from_the_corpus(tmp_path):
-    small, large = (own_corpus(tmp_path, rows) and RunConfig(corpus=str(tmp_path / "c.csv")) for rows in (30, 30))
+    small, large = (own_corpus(tmp_path, rows) and RunConfig(source=str(tmp_path / "c.csv")) for rows in (30, 30))
     assert 30 * 20 / 3600 <= env.corpus_hours(small) <= 31 * 20 / 3600
     before = env.disk_need(small)
     own_corpus(tmp_path, 30_000)
@@ -174,10 +174,10 @@ def test_checkpoints_count_too(tmp_path):
 
 
 def test_audio_that_is_not_there_is_no_error(tmp_path):
-    assert env.audio_files(RunConfig(corpus=str(tmp_path / "none.csv"))) == []
+    assert env.audio_files(RunConfig(source=str(tmp_path / "none.csv"))) == []
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x81")
-    assert env.audio_files(RunConfig(corpus=str(tmp_path / "binary.csv"))) == []
-    assert len(env.audio_files(RunConfig(corpus=own_corpus(tmp_path, 3)))) == 3
+    assert env.audio_files(RunConfig(source=str(tmp_path / "binary.csv"))) == []
+    assert len(env.audio_files(RunConfig(source=own_corpus(tmp_path, 3)))) == 3
     assert env.audio_files(RunConfig(cache_dir=str(tmp_path / "empty"))) == []
 
 

@@ -78,7 +78,7 @@ def write_run(folder: Path, count: int = 24, words: int = 0):
     cfg = RunConfig.from_profile(
         "smoke",
         run_dir=str(folder / "run"),
-        corpus=str(csv_path),
+        source=str(csv_path),
         source_hours=0,
         max_utts=0,
         bpe_model=str(ckpt.parent / "bpe.model"),

@@ -369,11 +369,11 @@ def show_results(
     for name, path in {**where, "site": site if site.exists() else "make docs writes build/docs/html"}.items():
         console.print(f"{name + ':':<20}{path}", soft_wrap=True, highlight=False, markup=False)
 
-# %% ../nbs/90_book.ipynb #7aafddd7
+# %% ../nbs/90_book.ipynb #0ddd948c
 VERBS = {
     "book": "run every stage notebook: book run [--profile NAME] [--run-dir DIR] [-p name=value] [--from STAGE]",
     "env": "can this machine train, and how to repair it",
-    "corpus": "fetch the embedded corpus, or check your own",
+    "corpus": "fetch the embedded corpus and show what is in it",
     "data": "tokenizer, features and cuts",
     "finetune": "train; also: torchrun -m zipformer_recipes.finetune",
     "evaluate": "decode and score",

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['RecipeError', 'ConfigError', 'DataError', 'CheckpointError', 'ToolError', 'DiskFullError', 'RunFolderError',
-           'nearest', 'DataOptions', 'ModelOptions', 'TrainOptions', 'EvalOptions', 'RunOptions', 'coerce',
-           'check_names', 'profile_names', 'read_profile', 'RunConfig', 'check_ranges', 'field_notes', 'cli_help',
-           'split_options', 'parse_cli', 'exit_code', 'script_entry', 'atomic_write', 'save_json', 'load_json',
-           'write_report', 'read_report', 'absolute_paths', 'fixed_settings', 'file_digest', 'versions', 'check_run',
-           'open_run', 'progress', 'seed_all', 'available_cores', 'set_threads', 'cache_folder']
+           'nearest', 'InputOptions', 'AugmentOptions', 'DataOptions', 'ModelOptions', 'TrainOptions', 'EvalOptions',
+           'RunOptions', 'coerce', 'check_names', 'profile_names', 'read_profile', 'RunConfig', 'check_ranges',
+           'field_notes', 'cli_help', 'split_options', 'parse_cli', 'exit_code', 'script_entry', 'atomic_write',
+           'save_json', 'load_json', 'write_report', 'read_report', 'absolute_paths', 'fixed_settings', 'file_digest',
+           'versions', 'check_run', 'open_run', 'progress', 'seed_all', 'available_cores', 'set_threads',
+           'cache_folder']
 
 # %% ../nbs/00_core.ipynb #795b1337
 import contextlib
@@ -84,14 +85,50 @@ def nearest(
     found = difflib.get_close_matches(str(name).replace("-", "_").lower(), plain, n=1, cutoff=0.5)
     return plain[found[0]] if found else None
 
-# %% ../nbs/00_core.ipynb #081e8344
+# %% ../nbs/00_core.ipynb #bd6cde61
 @dataclass
-class DataOptions:
-    "What is read, and how it is put into batches."
+class InputOptions:
+    "What is read, and what is done about what is wrong with it."
 
-    corpus: str = ""  # CSV with audio,text[,split]; "" = the embedded telephone prompts
+    source: str = ""  # your audio and text: a table, folder, manifest or corpus; "" = the embedded telephone prompts
+    columns: str = ""  # names of your table's columns, e.g. audio=wav_path,text=sentence
+    audio_root: str = ""  # folder that relative audio paths count from; "" = as the source or the manifest says
     cache_dir: str = ""  # downloads; "" = $ZIPFORMER_RECIPES_CACHE or ~/.cache/zipformer_recipes
     source_hours: float = 0.5  # hours of source-domain speech made for mixing
+    text_norm: str = "auto"  # how transcripts are written: auto, a preset (english, chinese, mixed, raw) or a JSON file
+    train_tokenizer: str = ""  # train a new one: bpe, unigram or char; "" = the model's own
+    vocab_size: int = 500  # pieces of a new tokenizer; fewer where the text is too little
+    channels: str = "first"  # recordings with several channels: first, mix or split
+    policy: str = ""  # what is done about a kind of problem, e.g. silent=drop,speaker_in_two_splits=refuse
+    min_seconds: float = 0.2  # shorter utterances are set aside
+    max_seconds: float = 30.0  # longer utterances are set aside
+    max_removed: float = 0.05  # share of the utterances or hours that may be set aside
+    max_unknown: float = 0.005  # share of unknown tokens that may be left
+    scan_audio: bool = True  # decode all audio once and look at it; otherwise headers only
+    num_jobs: int = 0  # processes that prepare; 0 = all cores
+    dask: str = ""  # address of a Dask scheduler that prepares; "" = processes of this machine
+
+
+@dataclass
+class AugmentOptions:
+    "How features are made, and how they are varied in training."
+
+    features: str = "stored"  # stored = computed once, fly = in the loader, which noise and reverberation need
+    speed_perturb: str = ""  # speeds of further copies of the training set, e.g. 0.9,1.1
+    volume_perturb: float = 0.0  # share of training cuts whose volume is varied by up to 10 dB (features=fly)
+    noise_dir: str = ""  # folder of noise recordings, any depth (features=fly)
+    noise_share: float = 0.5  # share of training cuts that get noise of noise_dir
+    noise_snr: str = "10,20"  # range of its signal-to-noise ratio, dB
+    reverb_share: float = 0.0  # share of training cuts put into a simulated room (features=fly)
+    enable_spec_aug: bool = True  # SpecAugment: time warp, frequency and time masks
+    spec_aug_after: int = 0  # epochs trained before SpecAugment begins
+
+
+@dataclass
+class DataOptions(AugmentOptions, InputOptions):
+    "Where prepared sets are, and how they are put into batches."
+
+    manifest_prefix: str = "target_"  # names of the manifests: <prefix>train_cuts; gigaspeech_ gives icefall's names
     manifest_dir: str = ""  # folder of the cut manifests; "" = <run_dir>/data
     train_cuts: str = ""  # target training cuts; "" = guessed in manifest_dir
     valid_cuts: str = ""  # target development cuts; "" = guessed in manifest_dir
@@ -102,12 +139,10 @@ class DataOptions:
     max_utts: int = 0  # at most this many utterances of each set; 0 = all
     max_duration: float = 200.0  # seconds of audio per rank and batch
     num_buckets: int = 0  # duration buckets of the sampler; 0 = from the data
-    num_workers: int = 0  # loader processes per rank; 0 = load in the training process
+    num_workers: int = 0  # loader processes per rank; 0 = load in the training process, -1 = as the data stage measured
     use_mux: bool = False  # mix source-domain speech into the training data
     mux_hours_ratio: float = 0.25  # share of source speech in an epoch, by hours
     compare_mux: bool = False  # the finetune notebook also trains with source speech mixed in, as the control
-    enable_spec_aug: bool = True  # SpecAugment: time warp, frequency and time masks
-    spec_aug_after: int = 0  # epochs trained before SpecAugment begins
 
 # %% ../nbs/00_core.ipynb #afa381aa
 @dataclass
@@ -301,14 +336,19 @@ class RunConfig(EvalOptions, TrainOptions, ModelOptions, DataOptions, RunOptions
         own = {"data": self.manifest_dir, "exp": self.exp_dir}.get(name)
         return Path(own) if own else Path(self.run_dir) / name
 
-# %% ../nbs/00_core.ipynb #74875642
-_ABOVE_ZERO = ("max_duration", "eval_max_duration", "base_lr", "lr_batches", "lr_epochs", "ref_duration")
+# %% ../nbs/00_core.ipynb #5265dfc6
+_ABOVE_ZERO = ("max_duration", "eval_max_duration", "base_lr", "lr_batches", "lr_epochs", "ref_duration",
+               "vocab_size", "max_seconds")  # fmt: skip
+_ONE_OF = {"channels": ("first", "mix", "split"), "features": ("stored", "fly"),
+           "train_tokenizer": ("", "bpe", "unigram", "char")}  # fmt: skip
 _AT_LEAST = {"world_size": 1, "num_epochs": 1, "start_epoch": 1, "accum_grad_steps": 1, "prune_range": 2} | {
-    "context_size": 1, "keep_last_k": 1, "start_batch": 0, "max_utts": 0, "num_workers": 0, "num_buckets": 0,
+    "context_size": 1, "keep_last_k": 1, "start_batch": 0, "max_utts": 0, "num_workers": -1, "num_buckets": 0,
     "warmup_steps": 0, "source_hours": 0, "mux_hours_ratio": 0, "max_minutes": 0, "average_period": 0, "master_port": 0,
+    "min_seconds": 0, "max_removed": 0, "max_unknown": 0, "num_jobs": 0, "volume_perturb": 0, "noise_share": 0,
+    "reverb_share": 0,
 }  # fmt: skip
 
-# %% ../nbs/00_core.ipynb #9d1ccde4
+# %% ../nbs/00_core.ipynb #424235df
 def check_ranges(
     cfg,  # a RunConfig
 ):
@@ -317,6 +357,11 @@ def check_ranges(
     small += [(name, "more than 0") for name in _ABOVE_ZERO if getattr(cfg, name) <= 0]
     for name, bound in small:
         raise ConfigError(f"{name} cannot be {getattr(cfg, name)}", f"setting {name}", f"give {bound}")
+    for name, words in _ONE_OF.items():
+        if getattr(cfg, name) not in words:
+            close = nearest(getattr(cfg, name), words)
+            remedy = f"did you mean {close}?" if close else f"give one of {', '.join(filter(None, words))}"
+            raise ConfigError(f"{name} cannot be {getattr(cfg, name)!r}", f"setting {name}", remedy)
     if cfg.mux_hours_ratio >= 1:
         raise ConfigError("mux_hours_ratio is a share below 1", "setting mux_hours_ratio", "0.25 is a quarter")
     if cfg.use_fp16 and cfg.use_bf16:
@@ -491,14 +536,17 @@ def read_report(run_dir, stage: str) -> dict:
         remedy = f"run the stage first: zipformer-recipes {stage} --run-dir {run_dir}"
         raise RunFolderError(f"there is no report of stage {stage}", str(path), remedy) from error
 
-# %% ../nbs/00_core.ipynb #4c31ad07
-_FOLDERS = ("run_dir", "exp_dir", "cache_dir", "manifest_dir")
-_FILES = ("corpus", "train_cuts", "valid_cuts", "test_cuts", "source_train_cuts", "source_test_cuts", "bpe_model",
+# %% ../nbs/00_core.ipynb #b7c183f6
+_FOLDERS = ("run_dir", "exp_dir", "cache_dir", "manifest_dir", "noise_dir", "audio_root")
+_FILES = ("source", "train_cuts", "valid_cuts", "test_cuts", "source_train_cuts", "source_test_cuts", "bpe_model",
           "finetune_ckpt")  # fmt: skip
 
 
 def _absolute(name, value):
     "The absolute path of a folder setting, or of a file setting that names a file here."
+    if name == "source" and not os.path.exists(value):
+        recipe, colon, place = str(value).partition(":")  # librispeech:/data/LibriSpeech
+        return f"{recipe}:{os.path.abspath(place)}" if colon and place and "://" not in value else value
     known = name in _FOLDERS or (name in _FILES and os.path.exists(value))
     return os.path.abspath(value) if value and known else value
 
@@ -510,10 +558,11 @@ def absolute_paths(
     own = {"profile": os.path.abspath(cfg.profile)} if cfg.profile.endswith((".yaml", ".yml")) else {}
     return cfg.replace(**{k: _absolute(k, v) for k, v in cfg.to_dict().items()} | own)
 
-# %% ../nbs/00_core.ipynb #90636ae4
+# %% ../nbs/00_core.ipynb #9fe57e78
 _MAY_CHANGE = {"cache_dir", "max_duration", "num_buckets", "num_workers", "use_mux", "mux_hours_ratio",
                "enable_spec_aug", "spec_aug_after", "compare_mux", "do_finetune", "init_modules",
-               "trust_checkpoint"}  # fmt: skip
+               "trust_checkpoint", "volume_perturb", "noise_dir", "noise_share", "noise_snr", "reverb_share",
+               "audio_root", "num_jobs", "dask", "max_removed", "policy", "scan_audio"}  # fmt: skip
 
 
 def fixed_settings(

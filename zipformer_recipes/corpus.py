@@ -36,7 +36,7 @@ from .core import DataError, DiskFullError, ToolError, atomic_write, cache_folde
 TARGET_PACKAGES = ("asterisk-core-sounds-en", "asterisk-core-sounds-en-wav")
 VOICE_PACKAGES = ("flite", "espeak-ng")
 
-# %% ../nbs/02_corpus.ipynb #cf3c2324
+# %% ../nbs/02_corpus.ipynb #b726eade
 def run_tool(*command: str, cwd: Path = None) -> str:
     "Standard output of a command; `ToolError` with its last words when it is missing or fails."
     try:
@@ -47,14 +47,14 @@ def run_tool(*command: str, cwd: Path = None) -> str:
         raise ToolError(
             f"the program {command[0]} is not on this machine",
             where=" ".join(command[:3]),
-            remedy="use Debian or Ubuntu, or bring your own corpus: --corpus FILE.csv with columns audio,text",
+            remedy="use Debian or Ubuntu, or bring your own corpus: --source FILE.csv with columns audio,text",
         ) from None
     except subprocess.CalledProcessError as e:
         words = (e.stderr or e.stdout).strip().splitlines()[-3:]
         raise ToolError(
             f"{command[0]} failed: {' / '.join(words)}",
             where=" ".join(command),
-            remedy="run `sudo apt-get update` and try again, or use --corpus FILE.csv",
+            remedy="run `sudo apt-get update` and try again, or use --source FILE.csv",
         ) from None
 
 # %% ../nbs/02_corpus.ipynb #f5e2f8b6
@@ -204,7 +204,7 @@ def split_of(text: str) -> str:
     point = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     return next(name for name, end in SPLITS if point < end)
 
-# %% ../nbs/02_corpus.ipynb #87b56dfd
+# %% ../nbs/02_corpus.ipynb #1c02cc53
 TARGET_DIGEST = (
     "46f2c73e2fe4186cb71b6677be1d48d6679015eac28e417a0bf9767e3de14161"  # transcripts and audio of version 1.6.1
 )
@@ -231,7 +231,7 @@ def target_entries(cache: Path) -> tuple[list[dict], list[dict]]:
         raise DataError(
             "the embedded corpus is not the one this book was measured on",
             where=f"{root} ({digest[:12]})",
-            remedy="delete the cache folder and run again; if it stays, use --corpus FILE.csv",
+            remedy="delete the cache folder and run again; if it stays, use --source FILE.csv",
         )
     return rows, left_out
 
@@ -353,7 +353,7 @@ def speech_environment(root: Path) -> dict[str, str]:
     data = next(iter(sorted((root / "usr").rglob("espeak-ng-data"))), root)
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(libs), "ESPEAK_DATA_PATH": str(data)}
 
-# %% ../nbs/02_corpus.ipynb #940eee16
+# %% ../nbs/02_corpus.ipynb #0116d3dc
 def synthesize(text: str, out: Path, root: Path, seed: int = 0) -> float:
     "Speak a sentence into an 8 kHz flac file (atomically); its duration in seconds. Raises `ToolError`."
     voice = voice_of(text, seed)
@@ -366,7 +366,7 @@ def synthesize(text: str, out: Path, root: Path, seed: int = 0) -> float:
         raise ToolError(
             f"{voice['engine']} is not installed",
             where=str(root),
-            remedy="run `zipformer-recipes corpus`, or bring your own --corpus FILE.csv",
+            remedy="run `zipformer-recipes corpus`, or bring your own --source FILE.csv",
         ) from None
     if done.returncode or not wav.exists():
         raise ToolError(

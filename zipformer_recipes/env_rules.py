@@ -189,7 +189,7 @@ def _complete(s, w):
     own = fact(s, "troubles", {}).items()
     return said + [say(False, f"the doctor stumbled over {part}: {why}", "everything", step) for part, why in own]
 
-# %% ../nbs/01b_rules.ipynb #8165d016
+# %% ../nbs/01b_rules.ipynb #c2424f79
 @rule("system.kernel", "Old kernels lack what current drivers and containers rely on.")
 def _kernel(s, w):
     have = fact(s, "system.kernel")
@@ -202,7 +202,7 @@ def _kernel(s, w):
 @rule("system.distribution", "The book is tried on Debian 12; elsewhere package names differ.")
 def _distribution(s, w):
     have = fact(s, "system.os_id")
-    step = "go on; where apt-get is missing bring your own corpus: -p corpus=FILE.csv"
+    step = "go on; where apt-get is missing bring your own corpus: -p source=FILE.csv"
     return have and say(have in ("debian", "ubuntu"), fact(s, "system.os", have), "Debian 12 or Ubuntu", step)
 
 

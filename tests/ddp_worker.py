@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from lhotse import CutSet
+from toy import fixed_batches
 from zipformer.modules import scaling
 
 from zipformer_recipes import finetune
+from zipformer_recipes.batches import load_cuts
 from zipformer_recipes.core import RunConfig, load_json
-from zipformer_recipes.data import load_cuts, loader_of
 
 UPDATES = 3
 if __name__ == "__main__":
@@ -23,7 +24,7 @@ if __name__ == "__main__":
     scaling.random = SimpleNamespace(random=lambda: 1.0)  # Whiten and Balancer draw also in eval mode
     cuts = list(load_cuts(cfg.path("data") / "target_train_cuts.jsonl.gz"))
     pairs = [CutSet.from_cuts(cuts[i : i + 2]) for i in range(0, 4 * UPDATES, 2)]
-    batches, grads, step = list(loader_of(None, pairs)), [], finetune.take_step
+    batches, grads, step = fixed_batches(pairs), [], finetune.take_step
 
     def record(t):
         grads.append({n: p.grad.clone() for n, p in t.model.named_parameters() if p.grad is not None})

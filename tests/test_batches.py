@@ -21,6 +21,7 @@ from toy import tone_speech
 from zipformer_recipes import batches
 from zipformer_recipes.core import DataError
 from zipformer_recipes.env_facts import free_port
+from zipformer_recipes.features import spec_augment
 
 RATE = 16000
 
@@ -350,7 +351,7 @@ def test_workers_resume_and_the_callers_randomness_change_nothing(stored):
     plan = batches.plan_epoch(cuts.seconds, 2.5)
 
     def data(epoch=1):
-        return batches.Batches(cuts, plan, transforms=[batches.spec_augment()], seed=5, epoch=epoch)
+        return batches.Batches(cuts, plan, transforms=[spec_augment()], seed=5, epoch=epoch)
 
     torch.manual_seed(1), random.seed(1)
     alone = inputs(data())

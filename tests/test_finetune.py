@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toy import ARCH, write_model, write_run
+from toy import ARCH, fixed_batches, write_model, write_run
 from zipformer.modules import scaling
 
 from zipformer_recipes import finetune
+from zipformer_recipes.batches import load_cuts
 from zipformer_recipes.checkpoint import save_checkpoint
 from zipformer_recipes.core import CheckpointError, ConfigError, DataError, RecipeError, save_json
-from zipformer_recipes.data import load_cuts, loader_of, sampler_of
 from zipformer_recipes.model import build_model, load_checkpoint, resolve_arch
 
 HERE = Path(__file__).parent
@@ -85,10 +85,9 @@ def test_accumulated_gradient_is_that_of_the_joined_batch(cfg, monkeypatch):
     length = max({c.num_frames for c in cuts}, key=[c.num_frames for c in cuts].count)
     equal = [c for c in cuts if c.num_frames == length][:4]
     assert len(equal) == 4
-    whole = type(load_cuts(cfg.path("data") / "target_dev_cuts.jsonl.gz"))
     joined, parts = (
-        list(loader_of(None, [whole.from_cuts(equal)])),
-        list(loader_of(None, [whole.from_cuts(equal[:1]), whole.from_cuts(equal[1:])])),
+        fixed_batches([equal]),
+        fixed_batches([equal[:1], equal[1:]]),
     )
     found = []
     monkeypatch.setattr(
@@ -249,7 +248,7 @@ def test_manifests_of_any_name_and_a_missing_one(cfg, tmp_path):
 def test_gradients_that_are_not_finite_are_skipped_and_then_stop(cfg):
     t = finetune.make_trainer(cfg)
     cuts = load_cuts(cfg.path("data") / "target_train_cuts.jsonl.gz")
-    batch = next(iter(loader_of(cuts, list(sampler_of(cuts, 8)))))
+    batch = fixed_batches([list(cuts)[:4]])[0]
     batch["inputs"] = torch.full_like(batch["inputs"], float("nan"))
     before = {k: v.clone() for k, v in t.model.state_dict().items()}
     for _ in range(finetune.MAX_SKIPPED - 1):
@@ -263,7 +262,7 @@ def test_learning_rates_of_parts_and_freezing(cfg):
     t = finetune.make_trainer(cfg.replace(lr_scales="encoder.=0.5,encoder_embed=0", base_lr=0.02))
     cuts = load_cuts(cfg.path("data") / "target_train_cuts.jsonl.gz")
     before = {k: v.clone() for k, v in t.model.state_dict().items()}
-    finetune.train_update(t, [next(iter(loader_of(cuts, list(sampler_of(cuts, 8)))))])
+    finetune.train_update(t, [fixed_batches([list(cuts)[:4]])[0]])
     after = t.model.state_dict()
     assert torch.equal(before["encoder_embed.out.weight"], after["encoder_embed.out.weight"])
     assert not torch.equal(before["joiner.output_linear.weight"], after["joiner.output_linear.weight"])
@@ -280,7 +279,8 @@ def test_mixing_trains_on_both_and_the_target_ends_the_epoch(cfg, tmp_path):
     )
     t = finetune.make_trainer(mixed)
     sets = finetune.training_sets(mixed, t.tokenizer)
-    ids = [c.id for b in finetune.epoch_plan(t, sets) for c in b]
+    data = finetune.epoch_plan(t, sets)
+    ids = [i for step in range(len(data)) for i in data.ids(step)]
     target, source = {c.id for c in sets["train"]}, {c.id for c in sets["source"]}
     assert target <= set(ids) and set(ids) & source and len(ids) == len(set(ids))
 

@@ -79,6 +79,7 @@ def write_run(folder: Path, count: int = 24, words: int = 0):
         "smoke",
         run_dir=str(folder / "run"),
         source=str(csv_path),
+        policy="text_in_two_splits=keep",  # seven words: sentences repeat by design
         source_hours=0,
         max_utts=0,
         bpe_model=str(ckpt.parent / "bpe.model"),
@@ -91,3 +92,14 @@ def write_run(folder: Path, count: int = 24, words: int = 0):
     )
     prepare(cfg)
     return cfg
+
+
+def fixed_batches(groups) -> list:
+    "Batches of exactly these groups of cuts with stored features, as the loader gives them."
+    from zipformer_recipes.batches import Batches, InMemory, Plan, loader_of
+
+    groups = [list(group) for group in groups]
+    sizes = np.cumsum([0] + [len(group) for group in groups])
+    grid = np.arange(len(groups)).reshape(-1, 1)
+    plan = Plan(np.arange(sizes[-1]), sizes, grid, np.zeros(0, "i8"))
+    return list(loader_of(Batches(InMemory(cut for group in groups for cut in group), plan)))

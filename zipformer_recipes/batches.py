@@ -11,9 +11,9 @@ __all__ = ['META', 'MEMBER', 'INDEX_VERSION', 'ROOTS', 'TRAINABLE', 'seconds_of'
            'Plan', 'bucket_edges', 'fill', 'even_out', 'neighbour', 'plan_epoch', 'padding_of', 'bucket_count',
            'dry_run', 'check_plan', 'dry_run_table', 'plot_plan', 'mix_positions', 'mix_report', 'mixed',
            'own_randomness', 'Failure', 'blame', 'Batches', 'failed', 'crashed', 'loader_limits', 'start_worker',
-           'loader_of', 'batch_bytes', 'spec_augment', 'measure_workers', 'best_workers']
+           'loader_of', 'batch_bytes', 'measure_workers', 'best_workers']
 
-# %% ../nbs/03b_batches.ipynb #7c62438d
+# %% ../nbs/03b_batches.ipynb #fe329e38
 import contextlib
 import gzip
 import hashlib
@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lhotse import CutSet
-from lhotse.dataset import K2SpeechRecognitionDataset, SpecAugment
+from lhotse.dataset import K2SpeechRecognitionDataset
 from lhotse.dataset.input_strategies import PrecomputedFeatures
 from lhotse.serialization import deserialize_item
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -999,18 +999,6 @@ def loader_of(
 def batch_bytes(data: Batches) -> float:
     "Bytes of features in the largest batch."
     return float(padding_of(data.plan, data.cuts.seconds)[1].max()) * 100 * 80 * 4
-
-# %% ../nbs/03b_batches.ipynb #f94452b4
-def spec_augment() -> SpecAugment:
-    "Time warp, two frequency masks, time masks over at most 15 % of the frames (Park et al. 2019; icefall's values)."
-    return SpecAugment(
-        time_warp_factor=80,
-        num_frame_masks=10,
-        features_mask_size=27,
-        num_feature_masks=2,
-        frames_mask_size=40,
-        max_frames_mask_fraction=0.15,
-    )
 
 # %% ../nbs/03b_batches.ipynb #31d3984a
 def measure_workers(

@@ -8,10 +8,10 @@ __all__ = ['METHODS', 'LOG_EPS', 'MIN_FRAMES', 'EMPTY_LIMIT', 'DELETION_LIMIT', 
            'pad_features', 'check_cuts', 'recognise', 'decode_cuts', 'score_words', 'align', 'wer_counts',
            'utterance_row', 'bootstrap_interval', 'diagnose', 'worst_utterances', 'show_aligned', 'wer_by_length',
            'recogs_text', 'errs_text', 'write_icefall_files', 'of_the_run', 'find_models', 'find_sets', 'check_tokens',
-           'load_model', 'padding_effect', 'score_cuts', 'measure_rtf', 'device_name', 'wer_table', 'plot_wer', 'run',
-           'summary_line', 'main', 'seed_spread']
+           'load_model', 'padding_effect', 'normalizer_in', 'score_cuts', 'measure_rtf', 'device_name', 'wer_table',
+           'plot_wer', 'run', 'summary_line', 'main', 'seed_spread']
 
-# %% ../nbs/08_evaluate.ipynb #c084ee38
+# %% ../nbs/08_evaluate.ipynb #2b1fc5d7
 import math
 import statistics
 import time
@@ -23,7 +23,6 @@ from pathlib import Path
 import kaldialign
 import numpy as np
 import torch
-from sentencepiece import SentencePieceProcessor
 
 from zipformer_recipes.core import (
     CheckpointError,
@@ -39,8 +38,10 @@ from zipformer_recipes.core import (
     set_threads,
     write_report,
 )
-from .data import Tokenizer, load_cuts
-from .model import load_pretrained, refuse_pointer, token_differences
+from .batches import load_cuts
+from .data import tokenizer_in
+from .text import Normalizer, Tokenizer
+from .model import load_pretrained
 
 # %% ../nbs/08_evaluate.ipynb #8ce6586a
 def _predict(model, context):
@@ -475,7 +476,7 @@ def find_sets(
         raise ConfigError("no test set is named", "eval_sets", "for example target_test,source_test")
     return sets
 
-# %% ../nbs/08_evaluate.ipynb #df363c91
+# %% ../nbs/08_evaluate.ipynb #8a24a8e4
 def check_tokens(
     vocab_size: int,  # of the model, blank included
     bpe_model: str | Path,  # tokenizer of the run
@@ -484,13 +485,15 @@ def check_tokens(
 ) -> None:
     "`CheckpointError` when the model was made for another tokenizer (icefall#1670)."
     other, remedy = Path(beside or bpe_model), "use the bpe.model the checkpoint was trained with (--bpe-model)"
-    have = SentencePieceProcessor(model_file=str(refuse_pointer(bpe_model))).get_piece_size()
-    if have != vocab_size:
-        raise CheckpointError(f"the model has {vocab_size} tokens, the tokenizer {have}", where, remedy)
-    differ = token_differences(other, bpe_model) if other.read_bytes() != Path(bpe_model).read_bytes() else []
-    if differ:
-        raise CheckpointError(f"{len(differ)} tokens differ between {beside} and {bpe_model}, e.g. {differ[0]}", where,
-                              remedy)
+    have = Tokenizer(bpe_model).pieces
+    if len(have) != vocab_size:
+        raise CheckpointError(f"the model has {vocab_size} tokens, the tokenizer {len(have)}", where, remedy)
+    theirs = Tokenizer(other).pieces
+    differ = [i for i, pair in enumerate(zip(theirs, have, strict=False)) if pair[0] != pair[1]]
+    if differ and len(theirs) == len(have):
+        i = differ[0]
+        what = f"{len(differ)} tokens differ between {beside} and {bpe_model}, e.g. {i}: {theirs[i]!r}, {have[i]!r}"
+        raise CheckpointError(what, where, remedy)
 
 # %% ../nbs/08_evaluate.ipynb #6f113274
 def load_model(
@@ -524,7 +527,15 @@ def padding_effect(
     batch, _ = decode_cuts(model, tokenizer, cuts, math.inf, method, device)
     return {"utterances": len(cuts), "changed": sum(alone[i] != batch[i] for i in alone)}
 
-# %% ../nbs/08_evaluate.ipynb #189f9446
+# %% ../nbs/08_evaluate.ipynb #ee9dbd4a
+def normalizer_in(
+    folder: str | Path,  # a data folder
+) -> Normalizer:
+    "The normaliser saved with a run; `raw` (blanks and Unicode form alone) where there is none."
+    path = Path(folder) / "normalizer.json"
+    return Normalizer.load(path) if path.is_file() else Normalizer("raw")
+
+# %% ../nbs/08_evaluate.ipynb #14fb65e5
 def score_cuts(
     model,
     tokenizer,
@@ -534,17 +545,19 @@ def score_cuts(
     device: str = "cpu",
     seed: int = 42,  # of the bootstrap
     desc: str = "",  # label of the progress line
+    normalize=str,  # the run's normaliser, for references and hypotheses alike
 ) -> tuple[dict, list[dict]]:
     """Counts, interval, controls and times of one model on one set, and its utterance rows.
 
     `seconds` and `rtf_total` are end to end, `rtf` is the model alone, both per second of audio."""
     cuts = check_cuts(cuts, desc or "the test set")
-    refs = {c.id: c.supervisions[0].text or "" for c in cuts}
-    hyps, spent = decode_cuts(model, tokenizer, cuts, max_duration, method, device, desc)
+    written = {c.id: c.supervisions[0].text or "" for c in cuts}
+    said, spent = decode_cuts(model, tokenizer, cuts, max_duration, method, device, desc)
+    refs, hyps = ({i: normalize(text) for i, text in texts.items()} for texts in (written, said))
     result, rows = wer_counts(refs, hyps)
     result |= {
         "utterances": len(rows), "ci95": bootstrap_interval(rows, seed), **diagnose(rows),
-        "wer_raw": wer_counts(refs, hyps, str.split)[0]["wer"],
+        "wer_raw": wer_counts(written, said, str.split)[0]["wer"],
         "by_length": wer_by_length(rows, {c.id: c.duration for c in cuts}),
         "padding": padding_effect(model, tokenizer, cuts, method, device),
         "audio_seconds": round(spent["audio"], 2), "seconds": round(spent["total"], 3),
@@ -616,7 +629,7 @@ def plot_wer(
     ax.legend(fontsize=8)
     return atomic_write(path, lambda out: fig.savefig(out, format="png"))
 
-# %% ../nbs/08_evaluate.ipynb #eecc206d
+# %% ../nbs/08_evaluate.ipynb #74279619
 def run(
     cfg,  # RunConfig
 ) -> dict:
@@ -628,18 +641,20 @@ def run(
     cfg = of_the_run(cfg)
     device, models, folder = "cuda" if torch.cuda.is_available() else "cpu", find_models(cfg), cfg.path("eval")
     sets = {name: check_cuts(load_cuts(path), name) for name, path in find_sets(cfg).items()}
-    bpe_model = cfg.bpe_model or cfg.path("data") / "bpe.model"
-    tokenizer = Tokenizer(bpe_model)
+    bpe_model = cfg.bpe_model or tokenizer_in(cfg.path("data")) or cfg.path("data") / "bpe.model"
+    tokenizer, normalizer = Tokenizer(bpe_model), normalizer_in(cfg.path("data"))
     decoding = dict(max_duration=cfg.eval_max_duration, method=cfg.decoding_method, device=device)
     report = {"wer": {}, "worst": {}, "rtf": {}, "models": models, "sets": {n: len(c) for n, c in sets.items()},
-              "decoding": decoding | {"chunk_size": cfg.chunk_size, "seed": cfg.seed}, "normaliser": "score_words"}
+              "decoding": decoding | {"chunk_size": cfg.chunk_size, "seed": cfg.seed},
+              "normaliser": f"{normalizer.name}, score_words"}
     load = {"chunk_size": cfg.chunk_size, "trust": cfg.trust_checkpoint}
     loaded = {name: load_model(path, bpe_model, **load) for name, path in models.items()}
     for name, model in loaded.items():
         model.to(device)
         for set_name, cuts in sets.items():
             label = f"{name} on {set_name}"
-            result, rows = score_cuts(model, tokenizer, cuts, **decoding, seed=cfg.seed, desc=label)
+            options = decoding | {"seed": cfg.seed, "desc": label, "normalize": normalizer}
+            result, rows = score_cuts(model, tokenizer, cuts, **options)
             write_icefall_files(folder / name, set_name, rows)
             report["wer"].setdefault(name, {})[set_name] = result
             report["worst"].setdefault(name, {})[set_name] = [show_aligned(row) for row in worst_utterances(rows)]

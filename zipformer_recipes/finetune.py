@@ -61,8 +61,20 @@ from zipformer_recipes.core import (
     write_report,
 )
 
-# %% ../nbs/07_finetune.ipynb #ccb0e4d0
-from .data import Tokenizer, encoder_frames, fault_of, load_cuts, loader_of, mix_cuts, sampler_of
+# %% ../nbs/07_finetune.ipynb #6caf8681
+from zipformer_recipes.batches import (
+    Batches,
+    InMemory,
+    Subset,
+    check_paths,
+    encoder_frames,
+    loader_of,
+    mixed,
+    open_cuts,
+    plan_epoch,
+    usable,
+)
+from .data import Change, Tokenizer, batches_of, change_of, manifest_name, tokenizer_in, workers_of
 from .env_facts import free_port
 from .evaluate import decode_cuts, wer_counts
 from zipformer_recipes.model import (
@@ -172,7 +184,7 @@ def make_optimizer(model, cfg):
     )
     return optimizer, scheduler
 
-# %% ../nbs/07_finetune.ipynb #01aec9e5
+# %% ../nbs/07_finetune.ipynb #62305168
 @dataclass
 class Trainer:
     "All that a training run changes, and the settings it follows."
@@ -195,13 +207,18 @@ class Trainer:
     best_wer: float = math.inf
     period: int = 1  # updates between two steps of the averaged model
     seconds: float = 0.0  # training time in all
+    change: Change | None = None  # what happens to the sound of training cuts
 
-# %% ../nbs/07_finetune.ipynb #64b19087
+# %% ../nbs/07_finetune.ipynb #d2b74317
 def find_manifest(cfg, given: str, names: tuple[str, ...], what: str) -> Path:
-    "The manifest that was given, or the first of icefall's and our own names in `manifest_dir`. Raises `DataError`."
+    "The manifest that was given, or the first of our own and icefall's names in `manifest_dir`. Raises `DataError`."
     folder = cfg.path("data")
     if given:
         return Path(given) if Path(given).exists() else folder / given
+    split = {"train": "train", "valid": "dev"}.get(what)
+    own = folder / manifest_name(cfg.manifest_prefix, split) if split else folder
+    if own.is_file():
+        return own
     for pattern in names:
         if found := sorted(folder.glob(pattern)):
             return found[0]
@@ -223,38 +240,33 @@ TRAIN_NAMES = (
 VALID_NAMES = ("target_dev_cuts.jsonl.gz", "*cuts_dev*.jsonl.gz", "*dev*cuts*.jsonl.gz", "*cuts_valid*.jsonl.gz")
 SOURCE_NAMES = ("source_train_cuts.jsonl.gz", "librispeech_cuts_train*.jsonl.gz")
 
-# %% ../nbs/07_finetune.ipynb #3f0f6815
+# %% ../nbs/07_finetune.ipynb #86e2bea8
 def training_sets(cfg, tokenizer: Tokenizer) -> dict:
-    "Cuts to train and validate on (and to mix in), without those the loss cannot take."
-    sets = {
-        "train": load_cuts(find_manifest(cfg, cfg.train_cuts, TRAIN_NAMES, "train"), cfg.max_utts),
-        "valid": load_cuts(find_manifest(cfg, cfg.valid_cuts, VALID_NAMES, "valid"), cfg.max_utts),
-    }
+    "Cuts to train and validate on (and to mix in), without those the loss cannot take; what is left out is logged."
+    wanted = {"train": (cfg.train_cuts, TRAIN_NAMES, "train"), "valid": (cfg.valid_cuts, VALID_NAMES, "valid")}
     if cfg.use_mux:
-        sets["source"] = load_cuts(
-            find_manifest(cfg, cfg.source_train_cuts, SOURCE_NAMES, "source train"), cfg.max_utts
-        )
-    for name in sets:
-        kept = sets[name].filter(lambda c: fault_of(c, tokenizer) is None).to_eager()
-        if gone := len(sets[name]) - len(kept):
-            logging.warning(
-                "%d of %d %s cuts left out: empty, too long, or more tokens than frames", gone, len(sets[name]), name
-            )
-        if not len(kept):
-            raise DataError(
-                f"no usable cut in the {name} set",
-                str(cfg.path("data")),
-                "run the data stage and read its quarantine list",
-            )
-        sets[name] = kept
+        wanted["source"] = (cfg.source_train_cuts, SOURCE_NAMES, "source train")
+    sets = {}
+    for name, (given, names, what) in wanted.items():
+        path = find_manifest(cfg, given, names, what)
+        cuts = open_cuts(path, cfg.audio_root)
+        cuts = Subset(cuts, range(min(cfg.max_utts, len(cuts)))) if cfg.max_utts else cuts
+        check_paths(cuts, str(path))
+        sets[name], gone = usable(cuts, tokenizer, cfg.min_seconds, cfg.max_seconds)
+        for reason, (count, hours, ids) in gone.items():
+            logging.warning("%s: %d cuts (%.3f h) left out, %s: %s", name, count, hours, reason, ", ".join(ids))
+        if not len(sets[name]):
+            remedy = "run the data stage and read its quarantine list"
+            raise DataError(f"no usable cut in the {name} set", str(path), remedy)
+    sets["valid"] = InMemory(sets["valid"])
     return sets
 
-# %% ../nbs/07_finetune.ipynb #f99c4863
+# %% ../nbs/07_finetune.ipynb #680d2148
 def find_tokenizer(cfg) -> Tokenizer:
     "The given `bpe_model`, else the one of the data folder, beside the checkpoint, or in the package."
     places = [
         cfg.bpe_model,
-        cfg.path("data") / "bpe.model",
+        tokenizer_in(cfg.path("data")),
         tokenizer_beside(cfg.finetune_ckpt) if cfg.finetune_ckpt else "",
         shipped_folder() / "bpe.model",
     ]
@@ -276,7 +288,7 @@ def initial_model(cfg, vocab_size: int) -> tuple[torch.nn.Module, list[dict]]:
     model = build_model(arch_of(cfg, base), vocab_size, cfg.loss_impl)
     return model, init_from(model, ckpt, cfg.init_modules)
 
-# %% ../nbs/07_finetune.ipynb #f628ea9e
+# %% ../nbs/07_finetune.ipynb #6e1f61eb
 def make_trainer(cfg, rank: int = 0, device: torch.device | None = None) -> Trainer:
     "Model, optimiser, scheduler and scaler of a run that has not begun."
     device = device or torch.device("cpu")
@@ -299,8 +311,9 @@ def make_trainer(cfg, rank: int = 0, device: torch.device | None = None) -> Trai
     optimizer, scheduler = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16, init_scale=1.0)
     return Trainer(
-        cfg, device, rank, model, wrapped, tokenizer, optimizer, scheduler, scaler, dtype, new_average(model)
-    )
+        cfg, device, rank, model, wrapped, tokenizer, optimizer, scheduler, scaler, dtype, new_average(model),
+        change=change_of(cfg),
+    )  # fmt: skip
 
 # %% ../nbs/07_finetune.ipynb #08ecb746
 def loss_weights(cfg, updates: int) -> dict[str, float]:
@@ -367,26 +380,15 @@ def take_step(t: Trainer) -> dict:
         update_averaged_model(t.model_avg, t.model, t.period, t.updates)
     return {"grad_norm": float(norm), "lr": rate, "grad_scale": t.scaler.get_scale(), "finite": finite}
 
-# %% ../nbs/07_finetune.ipynb #7746896a
-def epoch_plan(t: Trainer, sets: dict) -> list:
-    "Batches (sets of cuts) of `t.epoch` for this rank."
+# %% ../nbs/07_finetune.ipynb #887258c8
+def epoch_plan(t: Trainer, sets: dict) -> Batches:
+    "Batches of `t.epoch` for this rank; a pure function of settings, sets and epoch. Raises `DataError`."
     cfg, world = t.cfg, dist.get_world_size() if dist.is_initialized() else 1
-    cuts = (
-        mix_cuts(sets["train"], sets["source"], cfg.mux_hours_ratio, cfg.seed + t.epoch)
-        if cfg.use_mux
-        else sets["train"]
-    )
-    sampler = sampler_of(cuts, cfg.max_duration, cfg.num_buckets, world, t.rank, seed=cfg.seed)
-    sampler.set_epoch(t.epoch)
-    plan = list(sampler)
-    count = int(all_ranks(len(plan), dist.ReduceOp.MIN, t.device))
-    if not count:
-        raise DataError(
-            "a rank would get no batch at all",
-            f"{len(cuts)} cuts, max_duration {cfg.max_duration} s, {world} ranks",
-            "lower --max-duration or --world-size",
-        )
-    return plan[:count]
+    cuts = sets["train"]
+    if cfg.use_mux:
+        cuts = mixed(cuts, sets["source"], cfg.mux_hours_ratio, cfg.seed, t.epoch)
+    plan = plan_epoch(cuts.seconds, cfg.max_duration, cfg.num_buckets, world, cfg.seed, t.epoch)
+    return batches_of(cfg, cuts, plan, t.rank, t.epoch, change=t.change)
 
 
 def groups_of(batches, size: int):
@@ -414,16 +416,15 @@ def padded_seconds(batch: dict) -> tuple[float, float]:
     lens = batch["supervisions"]["num_frames"]
     return float(lens.sum()) / 100, float(lens.max()) * len(lens) / 100
 
-# %% ../nbs/07_finetune.ipynb #7fe9e158
+# %% ../nbs/07_finetune.ipynb #1d6a43bd
 def train_epoch(t: Trainer, sets: dict, log, deadline: float = math.inf) -> None:
     "The loop: plan, batches, updates, a line of metrics for each."
-    plan = epoch_plan(t, sets)
-    augment = t.cfg.enable_spec_aug and t.epoch > t.cfg.spec_aug_after
-    todo = plan[t.batch_in_epoch :]
-    loader = loader_of(sets["train"], todo, augment, min(t.cfg.num_workers, len(todo)), t.cfg.seed + t.epoch)
+    data = epoch_plan(t, sets)
+    loader = loader_of(data, t.batch_in_epoch, workers_of(t.cfg), t.device.type == "cuda")
     t.wrapped.train()
     t.scheduler.step_epoch(t.epoch - 1)
-    label, left = f"epoch {t.epoch}/{t.cfg.num_epochs}", math.ceil(len(todo) / t.cfg.accum_grad_steps)
+    todo = len(data) - t.batch_in_epoch
+    label, left = f"epoch {t.epoch}/{t.cfg.num_epochs}", math.ceil(todo / t.cfg.accum_grad_steps)
     steps = groups_of(loader, t.cfg.accum_grad_steps)
     for batches in progress(steps, label, total=left, unit="update") if t.rank == 0 else steps:
         began = time.perf_counter()
@@ -480,7 +481,7 @@ def metrics_writer(t: Trainer, exp: Path):
 
     return write
 
-# %% ../nbs/07_finetune.ipynb #42acf2d8
+# %% ../nbs/07_finetune.ipynb #e98dffc5
 @torch.no_grad()
 def validate(t: Trainer, cuts) -> dict:
     "Loss per frame and greedy word error rate (percent) on a set; on rank 0, in float32, without random parts."
@@ -488,7 +489,9 @@ def validate(t: Trainer, cuts) -> dict:
     sums: dict[str, float] = {}
     bare = copy.copy(t)
     bare.wrapped = t.model
-    for batch in loader_of(cuts, list(sampler_of(cuts, t.cfg.eval_max_duration, shuffle=False))):
+    longest = max(t.cfg.eval_max_duration, float(cuts.seconds.max()))
+    plan = plan_epoch(cuts.seconds, longest, shuffle=False)
+    for batch in loader_of(batches_of(t.cfg, cuts, plan, train=False)):
         for k, v in batch_loss(bare, batch)[1].items():
             sums[k] = sums.get(k, 0.0) + v
     method = "greedy_search" if t.cfg.use_transducer else "ctc_greedy_search"

@@ -6,15 +6,17 @@
 __all__ = ['VOCAB_SIZE', 'SHORT', 'SHORT_CUTS', 'PHASES', 'pretrain_settings', 'source_data', 'continue_training', 'readable',
            'score', 'pretrain', 'main']
 
-# %% ../nbs/13_pretrain.ipynb #27bb4a1f
+# %% ../nbs/13_pretrain.ipynb #acd0584a
 import json
 import time
 from pathlib import Path
 
 from .checkpoint import list_checkpoints, load_training_state
 from .core import CheckpointError, RunConfig, load_json, parse_cli, set_threads, write_report
-from .corpus import cache_folder, cuts_of_rows, source_entries, source_sentences, target_entries
-from .data import Tokenizer, load_cuts, store_features, train_tokenizer, usable_cuts
+from .batches import InMemory, load_cuts, usable, write_cuts
+from .corpus import cache_folder, source_entries, source_sentences, target_entries, utterances_of
+from .features import cuts_of, store_features
+from .text import Tokenizer, train_tokenizer
 from .evaluate import decode_cuts, wer_counts
 from .finetune import command_of, follow
 from .model import load_pretrained, save_pretrained
@@ -24,7 +26,7 @@ def pretrain_settings(run_dir: str, **changes) -> RunConfig:
     "Settings of the shipped model; the profile `pretrain` in the package."
     return RunConfig.from_profile("pretrain", run_dir=run_dir, **changes)
 
-# %% ../nbs/13_pretrain.ipynb #3c46ff13
+# %% ../nbs/13_pretrain.ipynb #1540247b
 VOCAB_SIZE = 160
 
 
@@ -39,9 +41,10 @@ def source_data(cfg: RunConfig) -> Path:
         train_tokenizer(source_sentences(20000, forbidden=forbidden), bpe, VOCAB_SIZE)
     tokenizer, rows = Tokenizer(bpe), source_entries(cfg.source_hours, cache)
     for split in ("dev", "test", "train"):
-        cuts = cuts_of_rows([r for r in rows if r["split"] == split])
-        stored = store_features(usable_cuts(cuts, tokenizer, folder, f"source_{split}"), folder, f"source_{split}")
-    stored.filter(lambda c: c.duration <= SHORT).to_file(folder / SHORT_CUTS)
+        cuts = InMemory(cuts_of(utterances_of([r for r in rows if r["split"] == split])))
+        stored, _ = store_features(usable(cuts, tokenizer)[0], folder, f"source_{split}")
+        write_cuts(folder / f"source_{split}_cuts.jsonl.gz", stored)
+    write_cuts(folder / SHORT_CUTS, [c for c in stored if c.duration <= SHORT])
     return folder
 
 

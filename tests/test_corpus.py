@@ -1,6 +1,5 @@
 """The embedded corpus and bring-your-own CSV: what goes in, what is left out, and every refusal."""
 
-import json
 import os
 import re
 import shutil
@@ -8,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import soundfile
-from toy import tone_speech, write_corpus
+from toy import tone_speech
 
 from zipformer_recipes import corpus
+from zipformer_recipes.checks import split_of
 from zipformer_recipes.core import DataError, DiskFullError, ToolError
 
 apt = pytest.mark.skipif(not shutil.which("apt-get"), reason="the embedded corpus comes by apt-get, which is not here")
@@ -43,7 +43,7 @@ def test_tones_and_notes_are_left_out_with_a_reason():
 
 def test_the_same_text_is_always_in_the_same_split():
     texts = corpus.source_sentences(300)
-    assert {corpus.split_of(t) for t in texts} == {"train"} and texts == corpus.source_sentences(300)
+    assert {split_of(t) for t in texts} == {"train"} and texts == corpus.source_sentences(300)
     assert not set(texts) & set(corpus.source_sentences(100, "test"))
 
 
@@ -118,54 +118,6 @@ def test_other_contents_than_measured_are_refused(monkeypatch):
     monkeypatch.setattr(corpus, "TARGET_DIGEST", "0")
     with pytest.raises(DataError, match="not the one this book was measured on"):
         corpus.target_entries(corpus.cache_folder())
-
-
-def test_all_problems_of_a_csv_are_found_in_one_pass(tmp_path):
-    path = write_corpus(tmp_path, 4)
-    (tmp_path / "wav" / "1.wav").unlink()
-    (tmp_path / "wav" / "2.wav").write_bytes(b"RIFF not audio")
-    with open(path, "a") as f:
-        f.write("wav/0.wav,...,train\n")
-    with pytest.raises(DataError, match="3 of 5"):
-        corpus.quarantine(corpus.read_csv(str(path)), tmp_path / "q.jsonl")
-    reasons = [json.loads(line)["reason"] for line in (tmp_path / "q.jsonl").read_text().splitlines()]
-    assert (
-        len(reasons) == 3
-        and any("missing" in r for r in reasons)
-        and any("read" in r for r in reasons)
-        and any("empty" in r for r in reasons)
-    )
-
-
-def test_a_few_bad_rows_are_set_aside_and_the_rest_is_used(tmp_path):
-    path = write_corpus(tmp_path, 30)
-    (tmp_path / "wav" / "7.wav").unlink()
-    rows = corpus.quarantine(corpus.read_csv(str(path)), tmp_path / "q.jsonl")
-    assert len(rows) == 29 and len((tmp_path / "q.jsonl").read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "text,match", [("a,b\n1,2\n", "columns"), ("audio,text,split\nx.wav,hi,valid\n", "split is 'valid'")]
-)
-def test_a_csv_of_another_shape_is_refused(tmp_path, text, match):
-    (tmp_path / "c.csv").write_text(text)
-    with pytest.raises(DataError, match=match):
-        corpus.read_csv(str(tmp_path / "c.csv"))
-
-
-def test_a_missing_csv_is_named():
-    with pytest.raises(DataError, match="nowhere.csv"):
-        corpus.read_csv("nowhere.csv")
-
-
-def test_cuts_are_resampled_to_the_model_rate(tmp_path):
-    soundfile.write(tmp_path / "a.wav", tone_speech("ONE TWO"), 8000)
-    cut = corpus.cuts_of_rows([{"id": "a", "audio": tmp_path / "a.wav", "text": "ONE TWO"}])[0]
-    assert (
-        cut.sampling_rate == 16000
-        and cut.load_audio().shape[1] == round(cut.duration * 16000)
-        and cut.supervisions[0].duration == cut.duration
-    )
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -1,5 +1,6 @@
 """Features equal to the runtime's, lengths that agree, storage that survives interruptions, seeded augmentation."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -17,7 +18,6 @@ import soundfile
 import torch
 from lhotse import CutSet, Fbank, FbankConfig, Recording
 from lhotse.audio import AudioSource
-from lhotse.utils import fastcopy
 from toy import tone_speech
 
 from zipformer_recipes import features as F
@@ -41,7 +41,7 @@ def write_audio(folder: Path, count: int = 6, rate: int = 8000) -> list[Utteranc
 def pretend_cuts(folder: Path, count: int) -> list:
     "Many cuts of a few files."
     cuts = F.cuts_of(write_audio(folder))
-    return [fastcopy(cuts[i % len(cuts)], id=f"c{i}") for i in range(count)]
+    return [dataclasses.replace(cuts[i % len(cuts)], id=f"c{i}") for i in range(count)]
 
 
 def stamps(folder: Path) -> dict:
@@ -169,18 +169,28 @@ def test_D9_frames_lengths_and_supervisions_agree(tmp_path, rate):
         assert cut.supervisions[0].duration == cut.duration and cut.end <= cut.recording.duration + 1e-9
 
 
+def test_D9_a_supervision_is_fitted_to_its_cut(cuts):
+    off = cuts[0].map_supervisions(lambda s: dataclasses.replace(s, start=0.02, duration=cuts[0].duration - 0.03))
+    fitted = F.one_supervision(off)
+    assert (fitted.supervisions[0].start, fitted.supervisions[0].duration) == (0, cuts[0].duration)
+    assert off.supervisions[0].start == 0.02
+    for wrong in ([], off.supervisions * 2):
+        with pytest.raises(DataError, match=f"has {len(wrong)} supervisions"):
+            F.one_supervision(dataclasses.replace(off, supervisions=wrong))
+
+
 def test_D9_nothing_left_of_a_span_is_refused(utterances):
     for start, end in ((1.0, 1.0), (50.0, 51.0), (1.0, 0.5)):
         with pytest.raises(DataError, match="nothing between"):
-            F.cuts_of([fastcopy(utterances[0], start=start, end=end, where="list.csv:7")])
-    late = F.cuts_of([fastcopy(utterances[0], start=0.5, end=99.0)])[0]
+            F.cuts_of([dataclasses.replace(utterances[0], start=start, end=end, where="list.csv:7")])
+    late = F.cuts_of([dataclasses.replace(utterances[0], start=0.5, end=99.0)])[0]
     assert late.end == late.recording.duration
 
 
 def test_cuts_keep_what_the_utterance_says(utterances, monkeypatch):
-    told = fastcopy(utterances[0], speaker="anna", language="English", id="x")
+    told = dataclasses.replace(utterances[0], speaker="anna", language="English", id="x")
     monkeypatch.chdir(Path(told.audio).parent)
-    cut = F.cuts_of([fastcopy(told, audio=Path(told.audio).name)], prefix="corpus-")[0]
+    cut = F.cuts_of([dataclasses.replace(told, audio=Path(told.audio).name)], prefix="corpus-")[0]
     assert cut.id == cut.supervisions[0].id == "corpus-x" and Path(cut.recording.sources[0].source).is_absolute()
     assert (cut.supervisions[0].speaker, cut.supervisions[0].language) == ("anna", "English")
     known = {told.audio: Recording.from_file(told.audio)}
@@ -203,7 +213,7 @@ def test_prepared_features_pass_through(cuts, tmp_path):
     assert failed == [] and not list((tmp_path / "other").iterdir()) and again == alone
     with pytest.raises(DataError, match="no audio"):
         F.speed_copies(alone, "0.9")
-    wrong = fastcopy(stored[0].features, num_frames=7)
+    wrong = dataclasses.replace(stored[0].features, num_frames=7)
     with pytest.raises(DataError, match="7 frames"):
         F.cuts_of([Utterance("a", "", "TEXT", features=wrong)])
 
@@ -276,7 +286,7 @@ def test_augmentation_depends_on_seed_epoch_and_id_alone(cuts, noise_dir):
     torch.manual_seed(5), np.random.seed(5)
     heard(cuts[1], 1, 1)
     assert np.array_equal(first, heard(cuts[0], 1, 1)) and first.shape[1] == cuts[0].num_samples
-    renamed = fastcopy(cuts[0], id="other")
+    renamed = dataclasses.replace(cuts[0], id="other")
     for other in (heard(cuts[0], 2, 1), heard(cuts[0], 1, 2), heard(renamed, 1, 1)):
         assert not np.allclose(first, other)
     off = F.augment_cut(cuts[0], F.Augmentation(), 1, 1)
@@ -333,13 +343,13 @@ def test_only_changed_shards_are_redone(tmp_path):
     many = pretend_cuts(tmp_path / "audio", 60)
     F.store_features(many, tmp_path / "f", "x", max_seconds=8)
     before = stamps(tmp_path / "f")
-    texts = [c.map_supervisions(lambda s: fastcopy(s, text="OTHER")) for c in many]
+    texts = [c.map_supervisions(lambda s: dataclasses.replace(s, text="OTHER")) for c in many]
     relabelled, _ = F.store_features(texts, tmp_path / "f", "x", max_seconds=8)
     assert stamps(tmp_path / "f") == before and relabelled[0].supervisions[0].text == "OTHER"
     F.store_features(many[:40], tmp_path / "f", "x", max_seconds=8)
     after = stamps(tmp_path / "f")
     assert len(after) < len(before) and sum(before[n] != after[n] for n in after) <= 2
-    longer = [fastcopy(many[0], duration=many[0].duration - 0.05), *many[1:40]]
+    longer = [dataclasses.replace(many[0], duration=many[0].duration - 0.05), *many[1:40]]
     F.store_features([F.one_supervision(c) for c in longer], tmp_path / "f", "x", max_seconds=8)
     final = stamps(tmp_path / "f")
     assert final["x_feats-00000.lca"] != after["x_feats-00000.lca"]
@@ -351,7 +361,7 @@ def test_changed_audio_is_computed_again_and_a_moved_corpus_is_not(tmp_path):
     F.store_features(F.cuts_of(utterances), tmp_path / "f", "x")
     before = stamps(tmp_path / "f")
     (tmp_path / "a").rename(tmp_path / "b")
-    moved = [fastcopy(u, audio=u.audio.replace("/a/", "/b/")) for u in utterances]
+    moved = [dataclasses.replace(u, audio=u.audio.replace("/a/", "/b/")) for u in utterances]
     F.store_features(F.cuts_of(moved), tmp_path / "f", "x")
     assert stamps(tmp_path / "f") == before
     samples, rate = soundfile.read(moved[0].audio)
@@ -414,7 +424,7 @@ def test_the_worst_cuts_become_entries_and_the_rest_is_stored(cuts, tmp_path):
     assert [c.id for c in stored] == [c.id for c in cuts] and all(c.load_features().size for c in stored)
     reasons = dict(failed)
     assert set(reasons) == set(bad) and all(": " in why for why in reasons.values())
-    assert "NaN" in reasons["nan"] and "too short" in reasons["too short"]
+    assert reasons["nan"].startswith("DataError: NaN or infinite") and "too short" in reasons["too short"]
     soundfile.write(tmp_path / "missing.wav", 0.1 * np.ones(16000), 16000)
     stored, failed = F.store_features(mixed, tmp_path / "f", "x")
     assert "missing" in [c.id for c in stored] and "missing" not in dict(failed)
@@ -422,8 +432,48 @@ def test_the_worst_cuts_become_entries_and_the_rest_is_stored(cuts, tmp_path):
     assert stored == [] and len(failed) == 1
 
 
+def test_a_cut_that_failed_for_a_moment_is_tried_again(cuts, tmp_path, monkeypatch):
+    "A network disk that was away leaves no trace in the file's size or time."
+    real = F.feature_row
+
+    def away(cut, bank, writer):
+        if cut.id == "u2":
+            raise OSError(5, "Input/output error")
+        return real(cut, bank, writer)
+
+    monkeypatch.setattr(F, "feature_row", away)
+    stored, failed = F.store_features(cuts, tmp_path, "x")
+    assert failed == [("u2", "OSError: [Errno 5] Input/output error")] and len(stored) == len(cuts) - 1
+    monkeypatch.undo()
+    stored, failed = F.store_features(cuts, tmp_path, "x")
+    assert failed == [] and len(stored) == len(cuts)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_shard_that_stops_leaves_no_part_and_no_manifest(cuts, tmp_path, monkeypatch, error):
+    def stop(*args):
+        raise error
+
+    monkeypatch.setattr(F, "feature_row", stop)
+    with pytest.raises((KeyboardInterrupt, DiskFullError)):
+        F.store_shard(F.shards_of(cuts, tmp_path, "x")[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_run_left_goes_even_when_all_is_done(cuts, tmp_path):
+    F.store_features(cuts, tmp_path, "x")
+    for name in (".x_feats-00007.123.part.lca", ".x_feats-00007.jsonl.gz.1234abcd.tmp", ".y_feats-00000.1.part.lca"):
+        (tmp_path / name).write_bytes(b"half")
+    F.store_features(cuts, tmp_path, "x")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".y_feats-00000.1.part.lca",
+        "x_feats-00000.jsonl.gz",
+        "x_feats-00000.lca",
+    ]
+
+
 def test_two_cuts_of_one_id_keep_their_own_features(cuts, tmp_path):
-    twins = [fastcopy(cuts[0], id="same"), fastcopy(cuts[2], id="same")]
+    twins = [dataclasses.replace(cuts[0], id="same"), fastcopy(cuts[2], id="same")]
     stored, _ = F.store_features(twins, tmp_path, "x")
     expected = [len(F.extractor().extract(c.load_audio(), 16000)) for c in twins]
     assert [c.load_features().shape[0] for c in stored] == expected and expected[0] != expected[1]

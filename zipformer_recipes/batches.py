@@ -10,8 +10,8 @@ __all__ = ['META', 'MEMBER', 'INDEX_VERSION', 'ROOTS', 'TRAINABLE', 'seconds_of'
            'check_paths', 'load_cuts', 'encoder_frames', 'tokenizer_digest', 'count_tokens', 'faults_of', 'usable',
            'Plan', 'bucket_edges', 'fill', 'even_out', 'neighbour', 'plan_epoch', 'padding_of', 'bucket_count',
            'dry_run', 'check_plan', 'dry_run_table', 'plot_plan', 'mix_positions', 'mix_report', 'mixed',
-           'own_randomness', 'Failure', 'blame', 'Batches', 'failed', 'crashed', 'loader_limits', 'start_worker',
-           'loader_of', 'batch_bytes', 'measure_workers', 'best_workers']
+           'own_randomness', 'Failure', 'blame', 'Named', 'Batches', 'failed', 'crashed', 'loader_limits',
+           'start_worker', 'loader_of', 'batch_bytes', 'measure_workers', 'best_workers']
 
 # %% ../nbs/03b_batches.ipynb #fe329e38
 import contextlib
@@ -863,8 +863,22 @@ def blame(
             bad.append((cut.id, f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]))
     return bad
 
-# %% ../nbs/03b_batches.ipynb #d4d72203
-class Batches(Dataset):
+# %% ../nbs/03b_batches.ipynb #269bb626
+class Named:
+    "What batches say about themselves: ids of their cuts, and which of them failed."
+
+    def ids(self, step: int) -> list:
+        "Ids of the cuts of a batch."
+        return [self.cuts.row(int(i))["id"] for i in self.plan.batch(step, self.rank)]
+
+    def failure(self, step: int, cuts, error: Exception) -> Failure:
+        "The failure of a batch, with the cuts that fail alone."
+        bad = blame(cuts, self.strategy) if cuts is not None else []
+        text = "; ".join(f"{i}: {why}" for i, why in bad[:5]) or f"{type(error).__name__}: {error}"
+        return Failure(step, [i for i, _ in bad] or self.ids(step), text)
+
+# %% ../nbs/03b_batches.ipynb #d675e75a
+class Batches(Named, Dataset):
     "The batches of one rank in one epoch: item `s` is a dictionary with `inputs` (N, T, 80) and `supervisions`."
 
     def __init__(
@@ -885,12 +899,8 @@ class Batches(Dataset):
         )
         self.now = torch.full((256,), -1, dtype=torch.int64).share_memory_()  # batch each worker is at
 
-    def __len__(self):
+    def __len__(self):  # batches of this rank
         return len(self.plan)
-
-    def ids(self, step: int) -> list:
-        "Ids of the cuts of a batch."
-        return [self.cuts.row(int(i))["id"] for i in self.plan.batch(step, self.rank)]
 
     def __getitem__(self, step: int):
         worker = get_worker_info()
@@ -902,9 +912,7 @@ class Batches(Dataset):
                 ready = cuts.map(lambda c: self.change(c, self.key[1])) if self.change else cuts
                 return self.dataset[ready.to_eager()]
             except Exception as error:
-                bad = blame(cuts, self.strategy) if cuts is not None else []
-                text = "; ".join(f"{i}: {why}" for i, why in bad[:5]) or f"{type(error).__name__}: {error}"
-                return Failure(step, [i for i, _ in bad] or self.ids(step), text)
+                return self.failure(step, cuts, error)
 
 # %% ../nbs/03b_batches.ipynb #788f0f1f
 def failed(
@@ -954,7 +962,7 @@ def loader_limits(
         remarks.append(f"{what}: enlarge {shm} (docker: --shm-size)")
     return {"num_workers": fits, "sharing": sharing, "open_files": most, "remarks": remarks}
 
-# %% ../nbs/03b_batches.ipynb #c2846c22
+# %% ../nbs/03b_batches.ipynb #ec1e9dec
 def start_worker(worker: int) -> None:
     "Every loader worker computes with one thread; Ctrl-C is the parent's business."
     import signal
@@ -962,7 +970,7 @@ def start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-
+# %% ../nbs/03b_batches.ipynb #6f68de5c
 def loader_of(
     data: Batches,
     start: int = 0,  # batches to leave out: a run that goes on begins here, at no cost

@@ -85,7 +85,7 @@ def nearest(
     found = difflib.get_close_matches(str(name).replace("-", "_").lower(), plain, n=1, cutoff=0.5)
     return plain[found[0]] if found else None
 
-# %% ../nbs/00_core.ipynb #bd6cde61
+# %% ../nbs/00_core.ipynb #2926fa9b
 @dataclass
 class InputOptions:
     "What is read, and what is done about what is wrong with it."
@@ -108,7 +108,7 @@ class InputOptions:
     num_jobs: int = 0  # processes that prepare; 0 = all cores
     dask: str = ""  # address of a Dask scheduler that prepares; "" = processes of this machine
 
-
+# %% ../nbs/00_core.ipynb #caefd9c2
 @dataclass
 class AugmentOptions:
     "How features are made, and how they are varied in training."
@@ -123,12 +123,12 @@ class AugmentOptions:
     enable_spec_aug: bool = True  # SpecAugment: time warp, frequency and time masks
     spec_aug_after: int = 0  # epochs trained before SpecAugment begins
 
-
+# %% ../nbs/00_core.ipynb #481de8e7
 @dataclass
 class DataOptions(AugmentOptions, InputOptions):
     "Where prepared sets are, and how they are put into batches."
 
-    manifest_prefix: str = "target_"  # names of the manifests: <prefix>train_cuts; gigaspeech_ gives icefall's names
+    manifest_prefix: str = "target_"  # how manifests are named; a corpus name and `_` gives names as in icefall
     manifest_dir: str = ""  # folder of the cut manifests; "" = <run_dir>/data
     train_cuts: str = ""  # target training cuts; "" = guessed in manifest_dir
     valid_cuts: str = ""  # target development cuts; "" = guessed in manifest_dir

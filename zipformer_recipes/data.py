@@ -29,7 +29,7 @@ from zipformer_recipes.core import (
     write_report,
 )
 
-# %% ../nbs/03_data.ipynb #651d19ed
+# %% ../nbs/03_data.ipynb #f7f0e989
 from zipformer_recipes.batches import (
     Batches,
     Cuts,
@@ -44,6 +44,8 @@ from zipformer_recipes.batches import (
     usable,
     write_cuts,
 )
+
+# %% ../nbs/03_data.ipynb #96f776cb
 from .checks import Limits, assign_splits, check, fault_table
 from .corpus import cache_folder, source_entries, target_entries, utterances_of
 from zipformer_recipes.features import (
@@ -228,7 +230,7 @@ def manifest_name(
     "Name of a manifest: ours, or with any other prefix icefall's (`gigaspeech_cuts_train.jsonl.gz`)."
     return f"{prefix}{split}_cuts.jsonl.gz" if prefix in ("target_", "source_") else f"{prefix}cuts_{split}.jsonl.gz"
 
-# %% ../nbs/03_data.ipynb #96942547
+# %% ../nbs/03_data.ipynb #66306fb1
 def make_set(
     cfg: RunConfig,
     utterances: list,  # of one split, checked
@@ -238,6 +240,7 @@ def make_set(
 ) -> tuple[Path, list]:  # the manifest; (id, error) of cuts whose features failed
     "Cuts of a set, speed copies for training, features unless they are made on the fly; the manifest is written last."
     channel = "mix" if cfg.channels == "mix" else 0
+    (folder / manifest_name(prefix, split)).unlink(missing_ok=True)  # it may not outlive the features it names
     cuts = cuts_of(utterances, channel=channel)
     if split == "train" and prefix != "source_":
         cuts = speed_copies(cuts, cfg.speed_perturb)

@@ -222,9 +222,9 @@ def checked(
     return check(utterances, limits_of(cfg), normalizer, tokenizer.encode, cfg.policy, folder, jobs,
                  cfg.scan_audio, seed=cfg.seed)  # fmt: skip
 
-# %% ../nbs/03_data.ipynb #090ddaec
+# %% ../nbs/03_data.ipynb #7a5fc7e0
 def manifest_name(
-    prefix: str,  # target_, or a corpus name such as gigaspeech_
+    prefix: str,  # as in the setting `manifest_prefix`
     split: str,  # train, dev or test
 ) -> str:
     "Name of a manifest: ours, or with any other prefix icefall's (`gigaspeech_cuts_train.jsonl.gz`)."

@@ -1341,7 +1341,7 @@ def read_gigaspeech(
             except (KeyError, TypeError, ValueError) as error:
                 yield unreadable(where, f"no segment: {type(error).__name__} {error}", audio=audio)
 
-# %% ../nbs/02b_sources.ipynb #f88ea003
+# %% ../nbs/02b_sources.ipynb #e57ba651
 def recipe_names() -> dict:  # name -> lhotse's function
     "The corpora lhotse can prepare."
     import lhotse.recipes
@@ -1352,7 +1352,7 @@ def recipe_names() -> dict:  # name -> lhotse's function
 
 def recipe_arguments(
     name: str,  # of the recipe
-    function,  # lhotse's prepare_...
+    function,  # the one lhotse prepares a corpus with
     path,  # the corpus
     options: dict,  # given by the user, text
     output,  # a folder it may write to
